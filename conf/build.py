@@ -1,0 +1,206 @@
+"""From settings to the library's objects: the only place where one becomes the other."""
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from conf.schema import Config, ContextConfig
+from feedback import carriers as carrying
+from feedback import maps, programs
+from feedback.cache import Context
+from feedback.carriers import Carriers, Scale
+from feedback.maps import NamedMap, Norm
+from feedback.models import LanguageModel, ModelShape, ModelSpec
+from feedback.programs import Program, Scope
+from feedback.sites import Site, resolve, resolve_block, unembedding
+
+NEEDED = {  # settings that a kind of carriers cannot do without
+    "contrast_prompts": ("a", "b"),
+    "contrast_soft_tokens": ("prompt", "a", "b"),
+    "unembedding": ("a", "b"),
+    "file": ("file",),
+}
+
+
+def alphas(config: Config) -> list[float]:
+    """``alpha`` as a list of finite numbers; ValueError says what was given."""
+    given = config.alpha if isinstance(config.alpha, list) else [config.alpha]
+    numbers = [_number(one) for one in given]
+    if not numbers or None in numbers:
+        raise ValueError(
+            f"alpha={config.alpha!r} is not a finite number or a list of them; try alpha=2.0 or alpha=[0,0.5,2]"
+        )
+    if len(set(numbers)) != len(numbers):
+        raise ValueError(f"alpha={config.alpha!r} names a strength twice")
+    return [number for number in numbers if number is not None]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def check(config: Config) -> None:
+    """ValueError for settings of every run that cannot work, before a model is looked at."""
+    alphas(config)
+    if config.steps < 1:
+        raise ValueError(f"steps={config.steps}: expected at least 1 turn of the loop")
+    if not (math.isfinite(config.noise) and config.noise >= 0):
+        raise ValueError(f"noise={config.noise}: expected a finite number, 0 or more")
+    if config.max_rows is not None and config.max_rows < 1:
+        raise ValueError(f"max_rows={config.max_rows}: expected at least 1, or null")
+    empty = [number for number, text in enumerate(config.prompts.texts) if not text.strip()]
+    if empty or not config.prompts.texts:
+        raise ValueError(f"prompts {empty or 'missing'}: a prompt needs at least one word (numbered from 0)")
+    context(config.context)
+    site(config)
+    for name in NEEDED.get(config.carriers.kind, ()):
+        _given(config, name)
+    if config.map.kind != "projected_hidden":  # that one needs the model's matrices
+        feedback_map(config, None)
+
+
+def check_shape(config: Config, shape: ModelShape) -> None:
+    """ValueError for settings that do not fit the model, known from its configuration alone."""
+    if config.site.at != "module":
+        resolve_block(config.site.block, shape.n_blocks)
+    shortest = max(len(text.split()) for text in config.prompts.texts)
+    if shortest + config.steps > shape.max_positions:
+        raise ValueError(
+            f"a prompt of at least {shortest} tokens and steps={config.steps} need more than the model's "
+            f"{shape.max_positions} positions: shorten the prompt or lower steps"
+        )
+    program(config, torch.ones(1, 1), torch.ones(1, 1))
+    file = config.carriers.file
+    if file is not None and not Path(file).is_file():
+        raise ValueError(f"carriers.file={file}: no such file; expected one written by Carriers.save")
+
+
+def model_spec(config: Config) -> ModelSpec:
+    model = config.model
+    return ModelSpec(
+        kind=model.kind,
+        name=model.name,
+        revision=model.revision,
+        family=model.family,
+        seed=model.seed,
+        n_blocks=model.n_blocks,
+        d_model=model.d_model,
+        dtype=config.dtype,
+        device=config.device,
+        cache=model.cache,
+    )
+
+
+def site(config: Config) -> Site:
+    return Site(block=config.site.block, at=config.site.at, path=config.site.path)
+
+
+def read_sites(config: Config, model: LanguageModel) -> list[Site]:
+    """The blocks behind the push whose outputs readers see, as far as the model has them."""
+    at = resolve(model.module, site(config)).block
+    if at is None:
+        return []
+    return [Site(at + behind) for behind in config.hidden_bits.read_behind if at + behind < model.n_blocks]
+
+
+def context(settings: ContextConfig) -> Context:
+    return Context(kind=settings.kind, window=settings.window)
+
+
+def feedback_map(config: Config, model: LanguageModel | None, temperature: float | None = None) -> NamedMap:
+    """The map that ``map`` names, at ``temperature`` if that is given."""
+    settings = config.map
+    tau = settings.temperature if temperature is None else temperature
+    match settings.kind:
+        case "expected_embedding":
+            return maps.expected_embedding(tau)
+        case "top_k":
+            return maps.top_k(settings.k, tau)
+        case "top_p":
+            return maps.top_p(settings.p, tau)
+        case "min_p":
+            return maps.min_p(settings.min_p, tau)
+        case "gumbel":
+            return maps.gumbel(settings.gumbel_temperature)
+        case "mixture_of_inputs":
+            return maps.mixture_of_inputs(settings.beta, tau)
+        case "last_hidden":
+            return maps.last_hidden(cast(Norm, settings.norm))
+        case "projected_hidden":
+            assert model is not None
+            return maps.projected_hidden(
+                model.embedding,
+                unembedding(model.module).get_parameter("weight"),
+                settings.ridge,
+                cast(Norm, settings.norm),
+            )
+        case "one_hot":
+            return maps.one_hot()
+    raise ValueError(f"map {settings.kind!r} does not exist")
+
+
+def carriers(config: Config, model: LanguageModel, n: int, generator: torch.Generator) -> Carriers:
+    """``n`` carriers as ``carriers`` says. ValueError when that kind makes, or that file holds, another number."""
+    settings, where = config.carriers, site(config)
+    match settings.kind:
+        case "random_orthonormal":
+            made = carrying.random_orthonormal(n, model.d_model, generator)
+        case "contrast_prompts":
+            made = carrying.contrast_prompts(model, where, _given(config, "a"), _given(config, "b"))
+        case "contrast_soft_tokens":
+            prompt, a, b = (_given(config, name) for name in ("prompt", "a", "b"))
+            made = carrying.contrast_soft_tokens(model, where, prompt, a, b)
+        case "unembedding":
+            made = carrying.unembedding_direction(model, _given(config, "a"), _given(config, "b"))
+        case "file":
+            made = carrying.from_file(Path(_given(config, "file")), model, where)
+        case _:
+            raise ValueError(f"carriers {settings.kind!r} do not exist")
+    if made.n_carriers != n:
+        raise ValueError(
+            f"carriers={settings.kind} gives {made.n_carriers} carriers, the experiment needs {n}: "
+            f"set hidden_bits.n_bits={made.n_carriers}, or use carriers=random_orthonormal"
+        )
+    length = carrying.residual_length(model, where, config.prompts.texts) if settings.scale == "residual" else None
+    return made.with_scale(cast(Scale, settings.scale), length)
+
+
+def _given(config: Config, name: str) -> str:
+    value = getattr(config.carriers, name)
+    if value is None:
+        raise ValueError(f"carriers={config.carriers.kind} needs carriers.{name}='…'")
+    return str(value)
+
+
+def program(
+    config: Config, pattern: Float[Tensor, "row carrier"], vectors: Float[Tensor, "carrier d_model"]
+) -> Program:
+    """The course that ``program`` names, multiplied row by row by ``pattern`` (strength × sign per carrier)."""
+    settings, steps, scope = config.program, config.steps, cast(Scope, config.program.scope)
+    length = settings.length or max(1, steps // 3)
+    match settings.kind:
+        case "word" | "pulse":
+            return programs.pulse(
+                vectors, 1.0, steps=steps, rows=pattern, start=settings.start, length=length, scope=scope
+            )
+        case "constant":
+            return programs.constant(vectors, 1.0, steps=steps, rows=pattern, scope=scope)
+        case "pulse_train":
+            starts = list(range(settings.start, steps - length + 2, settings.every))
+            return programs.pulse_train(
+                vectors, 1.0, steps=steps, rows=pattern, starts=starts, length=length, scope=scope
+            )
+        case "ramp":
+            return programs.ramp(vectors, 1.0, steps=steps, rows=pattern, dwell=settings.dwell, scope=scope)
+    raise ValueError(f"program {settings.kind!r} does not exist; expected word, constant, pulse, pulse_train or ramp")
+
+
+def pushed_steps(config: Config) -> Bool[Tensor, " step"]:
+    """True for the loop steps at which the program pushes."""
+    return program(config, torch.ones(1, 1), torch.ones(1, 1)).coefficients[:, 0, 0] != 0

@@ -1,0 +1,134 @@
+"""Compose the config, check it, open the run, call the experiment, print its table, close the run."""
+
+import importlib
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from conf.schema import Config, register
+
+register()
+OmegaConf.register_new_resolver(
+    "uid", lambda: secrets.token_hex(3), use_cache=True, replace=True
+)  # two sweeps that start in one second get two folders
+
+
+def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
+    """Runs one job into ``folder`` and returns its record. Everything heavy is imported here, so that a misspelt key
+    answers at once."""
+    import torch
+    from rich.console import Console
+
+    from conf import build
+    from feedback import models, results, tracking
+
+    started = time.perf_counter()
+    experiment = importlib.import_module(f"experiments.{config.name}")
+    plain: Any = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    tracking.check(config.tracking.mode)
+    spec = build.model_spec(config)
+    build.check(config)
+    experiment.check(config, models.describe(spec))
+    torch.manual_seed(config.seed)  # nothing in the library draws from the global generator; foreign code might
+    model = models.load(spec)
+    before = models.checksum(model.module)
+    with tracking.track(
+        mode=config.tracking.mode,
+        folder=folder,
+        project=config.tracking.project,
+        name=config.tracking.name,
+        group=group,
+        job_type=config.name,
+        config=plain,
+        tags=config.tracking.tags,
+    ) as tracker:
+        result = experiment.run(config, model, tracker, folder)
+        record = {
+            "status": "finished",
+            "experiment": config.name,
+            "summary": result.summary,
+            **result.record,
+            "weights_unchanged": models.checksum(model.module) == before,
+            "model": model.info,
+            "seed": config.seed,
+            "versions": results.versions(),
+            "config": plain,
+            "wall_seconds": round(time.perf_counter() - started, 2),
+        }
+        results.write_table(folder / "table.csv", result.table)
+        results.write_result(folder, record)
+        columns = list(result.table[0]) if result.table else []
+        tracker.table("table", columns, [[row.get(c) for c in columns] for row in result.table])
+        for name, path in result.figures.items():
+            tracker.image(f"figures/{name}", path)
+        tracker.summary(result.summary)
+    width = None if sys.stdout.isatty() else 140
+    console = Console(width=width, soft_wrap=width is not None)
+    console.print(experiment.show(result))
+    console.print(f"{folder}  ({record['wall_seconds']:.0f} s)", highlight=False)
+    return record
+
+
+def fail(folder: Path, config: Config, error: BaseException) -> None:
+    """Leaves the error where the result would have been."""
+    from feedback import results
+
+    record = {
+        "status": "failed",
+        "experiment": config.name,
+        "error": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+        "config": OmegaConf.to_container(OmegaConf.structured(config)),
+    }
+    try:
+        results.write_result(folder, record)
+    except OSError as second:
+        print(f"error: cannot write {folder}/result.json: {second}", file=sys.stderr)
+
+
+@hydra.main(config_path="conf", config_name="config", version_base="1.3")
+def job(settings: DictConfig) -> None:
+    hydra_config = HydraConfig.get()
+    sweeping = hydra_config.mode == RunMode.MULTIRUN
+    folder = Path(hydra_config.runtime.output_dir)
+    group = Path(hydra_config.sweep.dir).name if sweeping else None
+    config = OmegaConf.to_object(settings)
+    assert isinstance(config, Config)
+    logging.captureWarnings(True)
+    warnings.filterwarnings("default", category=DeprecationWarning, module="feedback|experiments|conf")
+    try:
+        main(config, folder, group)
+    except BaseException as error:
+        fail(folder, config, error)
+        expected = isinstance(error, (ValueError, OSError, RuntimeError)) and not _debugging()
+        if sweeping or not expected:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _debugging() -> bool:
+    return bool(os.environ.get("HYDRA_FULL_ERROR"))
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """A run that is told to stop ends as a failed one, with what it has."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminate)
+    job()
