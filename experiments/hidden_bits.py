@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
@@ -131,6 +132,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         "receipts": {name: receipts(trajectory, rows) for name, trajectory in states.items()},
         "semantics": {name: trajectory.meta["semantics"] for name, trajectory in states.items()},
         "site": next(iter(states.values())).meta["site"],
+        "audit": next(iter(states.values())).meta["audit"],
         "stopped_rows": failures,
         "noise_model": {
             "sigma": config.noise,
@@ -140,7 +142,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             "held_out": "messages on known prompts (split messages); prompts (split prompts)",
         },
     }
-    drawn = draw(config, model, table, rows, states, cover, alphas, folder / "figures")
+    drawn = draw(config, model, table, rows, states, alphas, folder / "figures")
     return Result(table=table, summary=summary, figures=drawn, record=record)
 
 
@@ -354,6 +356,7 @@ def summarise_arm(table: list[dict[str, Any]]) -> dict[str, Any]:
     since = [row["ber"] for row in steps if on and row["step"] >= on[-1]["step"]]
     mean = {key: sum(row[key] for row in steps) / len(steps) for key in ("text_agreement", "argmax_agreement")}
     return {
+        "alpha": last["alpha"],
         **{key: last[key] for key in ("ber", "ber_low", "ber_high")},
         "ber_while_pushed": sum(row["ber"] for row in on) / len(on) if on else None,
         "ber_while_pushed_worst": max(row["ber"] for row in on) if on else None,
@@ -374,11 +377,11 @@ def draw(
     table: list[dict[str, Any]],
     rows: Rows,
     states: dict[str, Trajectory],
-    cover: Int[Tensor, "position prompt"],
     alphas: list[float],
     folder: Path,
 ) -> dict[str, Path]:
-    """BER and agreement over steps at the largest strength, and a few transcripts beside their cover text."""
+    """BER and agreement over steps at the largest strength, and per arm what the model says at one message beside what
+    it says unpushed."""
     alpha = max(alphas, key=abs)
     shown = [row for row in table if row["alpha"] in (alpha, 0.0)]
     on = build.pushed_steps(config)
@@ -386,14 +389,17 @@ def draw(
     trial = int(torch.nonzero((rows.kind == MESSAGES) & (rows.alpha == alpha))[0])
     transcripts = []
     for name, trajectory in states.items():
-        said = torch.cat([trajectory.prompt_tokens[trial : trial + 1], trajectory.argmax[:, trial]])
+        unpushed, pushed = (
+            torch.cat([trajectory.prompt_tokens[row : row + 1], trajectory.argmax[:, row]]).tolist()
+            for row in (int(rows.prompt[trial]), trial)
+        )
         transcripts.append(
             {
                 "arm": name,
                 "alpha": trajectory.program.columns["alpha"][trial].item(),
                 "prompt": config.prompts.texts[int(rows.prompt[trial])],
-                "cover": [model.decode([token]) for token in cover[:, rows.prompt[trial]].tolist()],
-                "steered": [model.decode([token]) for token in said.tolist()],
+                "cover": [model.decode([token]) for token in unpushed],
+                "steered": [model.decode([token]) for token in pushed],
             }
         )
     return {
@@ -406,17 +412,23 @@ def draw(
 
 def show(result: Result) -> Table:
     """The printed table: one line per arm (and strength)."""
-    table = Table(title="Hidden bits: bit error rate of a frozen reader, and what the text shows", title_justify="left")
-    columns = ("arm", "α", "BER while pushed", "BER at the end", "blind", "unseen prompts", "text reader BER")
-    for column in (*columns, "text = α0", "argmax = α0", "Σ KL (nats)", "half-life"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
+    table = Table(
+        title="Hidden bits: error rate of a frozen reader of the state, and what the text shows",
+        caption="informed reader, held-out messages, unless said; 95 % intervals; 0.5 is guessing",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    columns = ("arm", "α", "BER\npushed", "BER\nat the end", "blind\nreader", "unseen\nprompts", "text reader\nBER")
+    for column in (*columns, "text\n= α0", "argmax\n= α0", "Σ KL\nnats", "half-life\nsteps"):
+        table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
     for name, arm in result.summary.items():
-        for alpha, numbers in arm.get("by_alpha", {None: arm}).items():
-            half_life, pushed = numbers["half_life_steps"], numbers["ber_while_pushed"]
+        for alpha, numbers in arm.get("by_alpha", {"": arm}).items():
             table.add_row(
                 name,
-                alpha or f"{numbers['alpha_measured'] or 0:.3g}",
-                "–" if pushed is None else f"{pushed:.3f}",
+                alpha or f"{numbers['alpha']:g}",
+                _number(numbers["ber_while_pushed"], ".3f"),
                 f"{numbers['ber']:.3f} [{numbers['ber_low']:.2f}, {numbers['ber_high']:.2f}]",
                 f"{numbers['ber_blind']:.3f}",
                 f"{numbers['ber_unseen_prompts']:.3f}",
@@ -424,6 +436,13 @@ def show(result: Result) -> Table:
                 f"{numbers['text_agreement']:.3f}",
                 f"{numbers['argmax_agreement']:.3f}",
                 f"{numbers['kl_nats']:.2f}",
-                "–" if half_life != half_life else "∞" if half_life == float("inf") else f"{half_life:.1f}",
+                _number(numbers["half_life_steps"], ".1f"),
             )
     return table
+
+
+def _number(value: float | None, form: str) -> str:
+    """– where there is no such number, ∞ where it was not reached within the run."""
+    if value is None or value != value:
+        return "–"
+    return "∞" if value == float("inf") else format(value, form)

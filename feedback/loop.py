@@ -18,10 +18,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from feedback import audit
 from feedback.cache import Context, LoopCache, cache_keyword, padded
 from feedback.hooks import Push, Receipt, Record, push, record_final
 from feedback.hooks import record as recording
-from feedback.maps import NamedMap, RowNoise
+from feedback.maps import NamedMap, RowNoise, top_token
 from feedback.models import LanguageModel
 from feedback.programs import Program
 from feedback.sites import Site, resolve
@@ -100,6 +101,7 @@ def run(
     settings = _Settings(model, site, context, sample, tuple(record), differentiable)
     ids = torch.arange(program.n_rows) if randomness.ids is None else randomness.ids.cpu()
     parts = []
+    before = audit.snapshot(model.module)
     with nullcontext() if differentiable else torch.no_grad():
         shared = None if program.prompt_coefficients is not None else _read(settings, prompts, None)
         for start in range(0, program.n_rows, chunk_rows):
@@ -128,6 +130,7 @@ def run(
                 ),
                 reference=None if reference is None else _positions(reference[rows], rows, model),
                 progress=progress,
+                before=before,
             )
             parts.append(trajectory if rows is own else trajectory.rows(torch.arange(len(own))))
     text = "forced" if forced is not None else "argmax" if sample is None else f"sampled at {sample}"
@@ -136,6 +139,11 @@ def run(
         "text": text,
         "seed": randomness.seed,
         "chunk_rows": chunk_rows,
+        "audit": {
+            "before": audit.plain(before),
+            "added_during": parts[0].meta["added"],
+            "after": audit.plain(audit.snapshot(model.module)),
+        },
     }
     return replace(concatenate(parts), program=program, meta=meta)
 
@@ -216,6 +224,7 @@ def _run_chunk(
     noise: Callable[[int], RowNoise],
     reference: Tensor | None,
     progress: Callable[[int], None] | None,
+    before: Sequence[audit.Found],
 ) -> Trajectory:
     model, context, embedding = settings.model, settings.context, settings.model.embedding
     coefficients, carriers = program.coefficients.to(model.device), program.carriers.to(model.device)
@@ -231,7 +240,7 @@ def _run_chunk(
         if forced is not None:
             return forced[step]
         if settings.sample is None:
-            return logits.argmax(-1)
+            return top_token(logits)
         drawn = noise(step).gumbel(logits.shape[-1], stream="sample")
         return (logits / settings.sample + drawn).argmax(-1)
 
@@ -242,6 +251,7 @@ def _run_chunk(
         handle = stack.enter_context(push(model.module, settings.site, carriers))
         recorder = stack.enter_context(recording(model.module, settings.record))
         final = stack.enter_context(record_final(model.module))
+        added, _ = audit.changes(before, audit.snapshot(model.module))
         for step in range(1, program.n_steps + 1):
             vector, fed = feedback_map(logits, hidden, embedding, tokens, noise(step))
             delta = (coefficients[step - 1] @ carriers).to(model.dtype) if active[step - 1] else None
@@ -261,7 +271,7 @@ def _run_chunk(
             out["soft_tokens"].append(vector)
             out["hidden"].append(hidden)
             out["tokens"].append(tokens)
-            out["argmax"].append(tokens if _is_argmax(settings, forced) else logits.argmax(-1))
+            out["argmax"].append(tokens if _is_argmax(settings, forced) else top_token(logits))
             out["entropy"].append(fed.entropy)
             out["top_probability"].append(fed.top_probability)
             out["kept_mass"].append(fed.kept_mass)
@@ -285,6 +295,7 @@ def _run_chunk(
         stopped_at=stopped_at,
         program=program,
         recorded={resolve(model.module, s).path: torch.stack(v) for s, v in recorded.items()},
+        meta={"added": audit.plain(added)},
     )
 
 

@@ -155,6 +155,22 @@ class NamedMap:
         return replace(self, parameters={name: cut(value) for name, value in self.parameters.items()})
 
 
+def top_token(logits: Float[Tensor, "*axes vocab"]) -> Int[Tensor, "*axes"]:
+    """The argmax along the vocabulary, the first of equal ones, several times as fast as ``argmax`` on a CPU.
+
+    The largest value of every block of the vocabulary is found by the vectorised ``amax``; only the winning block is
+    searched for its position.
+    """
+    vocab = logits.shape[-1]
+    width = next((w for w in (256, 128, 64, 32) if vocab % w == 0), None)
+    if width is None:
+        return logits.argmax(-1)
+    blocks = logits.unflatten(-1, (-1, width))
+    block = blocks.amax(-1).argmax(-1)
+    place = block[..., None, None].expand(*block.shape, 1, width)
+    return block * width + blocks.gather(-2, place).squeeze(-2).argmax(-1)
+
+
 def expected_embedding(tau: Number = 1.0) -> NamedMap:
     """The plain soft token pE. At τ = 0 it is one_hot."""
     _check("expected_embedding", "tau", tau, 0 <= tau < math.inf, "a finite number, at least 0")
@@ -162,7 +178,7 @@ def expected_embedding(tau: Number = 1.0) -> NamedMap:
 
 
 def _expected_embedding(turn: Turn, tau: Number) -> Fed:
-    return _one_hot(turn) if tau == 0 else _mixture(turn, turn.p(tau))
+    return _one_hot(turn) if tau == 0 else _softmax(turn, turn.z(tau))
 
 
 def one_hot() -> NamedMap:
@@ -171,7 +187,7 @@ def one_hot() -> NamedMap:
 
 
 def _one_hot(turn: Turn) -> Fed:
-    return _single(turn, turn.logits.argmax(dim=-1))
+    return _single(turn, top_token(turn.logits))
 
 
 def top_k(k: int, tau: Number = 1.0) -> NamedMap:
@@ -188,13 +204,13 @@ def _top_k(turn: Turn, k: int, tau: Number) -> Fed:
     z = turn.z(tau)
     values, ids = z.topk(min(k, z.shape[-1]), dim=-1)
     # Where more than k tokens tie for the maximum, topk may leave the argmax out: put it last.
-    argmax = z.argmax(dim=-1, keepdim=True)
+    argmax = top_token(z)[:, None]
     last = torch.where((ids == argmax).any(-1, keepdim=True), ids[:, -1:], argmax)
     ids = torch.cat([ids[:, :-1], last], dim=-1)
     weights = torch.softmax(values, dim=-1)
     picked = rows_of(ids, turn.embedding)
     vector = torch.einsum("rk,rkd->rd", weights.to(picked.dtype), picked)
-    kept = (torch.logsumexp(values, dim=-1) - torch.logsumexp(z, dim=-1)).exp()
+    kept = torch.softmax(z, dim=-1).gather(-1, ids).sum(-1)
     token = (weights * (ids == turn.tokens[:, None])).sum(-1)
     return vector, Diagnostics(_entropy(weights), weights.amax(-1), kept, token)
 
@@ -246,7 +262,7 @@ def _gumbel(turn: Turn, tau_g: Number, tau: Number) -> Fed:
     z = z + _drawn("gumbel", turn).gumbel(z.shape[-1]).to(z)
     if tau_g == 0:
         return _single(turn, z.argmax(dim=-1))
-    return _mixture(turn, torch.softmax(z / tau_g, dim=-1))
+    return _softmax(turn, z / tau_g)
 
 
 def noisy(inner: FeedbackMap, sigma: Number | Float[Tensor, " row"]) -> NamedMap:
@@ -282,7 +298,7 @@ def mixture_of_inputs(beta: Number, tau: Number = 1.0) -> NamedMap:
 
 
 def _mixture_of_inputs(turn: Turn, beta: Number, tau: Number) -> Fed:
-    vector, diagnostics = _mixture(turn, turn.p(tau))
+    vector, diagnostics = _softmax(turn, turn.z(tau))
     lam = diagnostics.entropy / (math.log(turn.logits.shape[-1]) * (1 + beta))
     return _with_token(turn, lam, vector, diagnostics)
 
@@ -348,6 +364,16 @@ def projected_hidden(
 def _projected_hidden(turn: Turn, epsilon: Number, norm: Norm, matrix: Tensor) -> Fed:
     matrix = matrix.to(turn.embedding)
     return _scaled(turn, turn.hidden.to(matrix) @ matrix, norm)
+
+
+def _softmax(turn: Turn, z: Tensor) -> Fed:
+    """softmax(z) E, with the entropy from H = log Σ exp z − Σ p·z: cheaper than p·log p over a whole vocabulary."""
+    weights = torch.softmax(z, dim=-1)
+    top, token = weights.amax(-1), weights.gather(-1, turn.tokens[:, None].long()).squeeze(-1)
+    finite = z.clamp(min=torch.finfo(z.dtype).min)  # a banned token has z = −∞ and no weight
+    entropy = (z.amax(-1) - top.log()) - (weights * finite).sum(-1)
+    described = Diagnostics(entropy.clamp(min=0), top, torch.ones_like(top), token)
+    return weights.to(turn.embedding) @ turn.embedding, described
 
 
 def _mixture(turn: Turn, weights: Tensor, kept_mass: Tensor | None = None) -> Fed:

@@ -328,7 +328,8 @@ def _text_codes(tokens: Tensor, reference: Tensor | None) -> Int[np.ndarray, "ro
                 f"the reference is {tuple(reference.shape)}, the texts are {tuple(tokens.shape)}: "
                 "repeat the α=0 text of each prompt once per row"
             )
-        codes.append(torch.where(tokens == reference.cpu(), -1, position + (1 << 32) - 1))
+        same = (tokens == reference.cpu()) | (tokens < 0)
+        codes.append(torch.where(same, -1, position + (1 << 32) - 1))
     return torch.cat(codes, dim=1).numpy()
 
 

@@ -10,7 +10,12 @@ import torch
 
 from feedback.models import LanguageModel, ModelSpec, load
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """One thread for tiny models: a second one gains nothing, and on a busy machine it costs a lot."""
+    torch.set_num_threads(THREADS if item.get_closest_marker("real") else 1)
 
 
 @cache

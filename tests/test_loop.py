@@ -411,3 +411,21 @@ def test_carriers_of_another_width_are_refused(tiny):
     program = programs.constant(torch.eye(7)[:1], 1.0, steps=2, rows=3)
     with pytest.raises(ValueError, match="7 numbers wide"):
         run(model, program)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_float32_carrier_is_pushed_into_a_half_precision_model_and_the_effective_alpha_is_measured(tiny, dtype):
+    model = tiny("llama", dtype=dtype)
+    told = run(model, constant(model, alpha=1.5))
+    assert told.hidden.dtype == model.dtype
+    effective = told.pushed.mean().item()
+    assert effective == pytest.approx(1.5, rel=0.05)
+    assert effective != 1.5  # rounded to the grid of the dtype, and said so
+
+
+@pytest.mark.parametrize("at", ["block_input", "attn", "mlp"])
+def test_a_push_at_every_kind_of_site_arrives_in_every_step(tiny, at):
+    model = tiny("qwen2")
+    told = run(model, constant(model, alpha=1.5), site=Site(1, at))
+    torch.testing.assert_close(told.pushed, torch.full((STEPS, 3, 1), 1.5), atol=1e-4, rtol=0)
+    assert told.meta["site"] == {"block": 1, "at": at, "path": told.meta["site"]["path"]}

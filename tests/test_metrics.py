@@ -365,8 +365,10 @@ def test_the_half_life_of_an_exponential_decay_is_its_own(life: float) -> None:
 
 
 def test_the_half_life_is_infinite_when_never_reached_and_undefined_with_nothing_to_lose() -> None:
-    ber = torch.tensor([[0.0, 0.5, 0.0], [0.2, 0.5, math.nan], [0.24, 0.4, 0.5]])
-    close(metrics.half_life(ber), [math.inf, math.nan, math.nan])
+    # column 0 stays below 0.25; 1 and 2 start at 0.5 and above; 3 has a hole before it gets there
+    ber = torch.tensor([[0.0, 0.5, 0.6, 0.0], [0.2, 0.5, 0.5, math.nan], [0.2, 0.4, 0.5, 0.2]])
+    ber = torch.cat([ber, torch.tensor([[0.24, 0.4, 0.5, 0.5]])])
+    close(metrics.half_life(ber), [math.inf, math.nan, math.nan, math.nan])
 
 
 def test_the_half_life_needs_a_step() -> None:

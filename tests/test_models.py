@@ -40,6 +40,8 @@ def test_what_is_described_without_weights_is_what_is_loaded(tiny, family):
 def test_every_family_keeps_the_contract_in_every_dtype(family, dtype):
     model = load(ModelSpec(kind="tiny", family=family, dtype=dtype))
     assert {p.dtype for p in model.module.parameters()} == {DTYPES[dtype]}
+    # rotary frequencies keep their precision in every dtype
+    assert {b.dtype for b in model.module.buffers() if b.is_floating_point()} <= {torch.float32}
     assert model.dtype == model.embedding.dtype == DTYPES[dtype]
     assert (model.info.dtype, model.info.device, model.device.type) == (dtype, "cpu", "cpu")
 

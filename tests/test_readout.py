@@ -135,15 +135,19 @@ def test_standardising_makes_the_units_of_the_features_irrelevant() -> None:
 
 
 def test_features_that_never_vary_carry_no_weight() -> None:
-    constant = torch.full((160, 1), 0.1)
-    with_constant = RidgeReader.fit(torch.cat([STATES, constant], dim=1), BITS)
-    assert (with_constant.weights[-1] == 0).all()
-    torch.testing.assert_close(with_constant.weights[:-1], RidgeReader.fit(STATES, BITS).weights, rtol=1e-8, atol=1e-10)
+    # in float64 the mean of equal numbers can be off by a rounding, which must not be scaled up
+    states = STATES.double()
+    constants = torch.linspace(0.1, 0.9, 9).double().expand(160, -1)
+    with_constants = RidgeReader.fit(torch.cat([states, constants], dim=1), BITS)
+    assert (with_constants.weights[-9:] == 0).all()
+    torch.testing.assert_close(
+        with_constants.weights[:-9], RidgeReader.fit(states, BITS).weights, rtol=1e-8, atol=1e-10
+    )
 
 
 def test_from_constant_features_the_majority_is_read() -> None:
     bits = torch.tensor([[1, 0], [1, 0], [0, 1]]).bool()
-    reader = RidgeReader.fit(torch.full((3, 5), 0.1), bits)
+    reader = RidgeReader.fit(torch.full((3, 5), 0.1, dtype=torch.float64), bits)
     # mean targets: (1 + 1 − 1)/3 and −1/3
     torch.testing.assert_close(reader.scores(torch.full((3, 5), 7.0)), torch.tensor([[1 / 3, -1 / 3]] * 3).double())
 
@@ -331,15 +335,16 @@ def test_only_the_informed_reader_notices_that_a_prompts_text_changed() -> None:
     assert text_error_rate(text, bits) > 0.3
 
 
-@given(st.integers(1, 159), st.integers(0, 3))
-@settings(max_examples=25, deadline=None)
-def test_from_equal_texts_it_answers_the_majority(ones: int, seed: int) -> None:
-    bits = (torch.arange(160) < ones)[:, None]
-    text = torch.randint(40, (1, 6), generator=generator(seed)).expand(160, -1)
+@given(st.integers(2, 60), st.data())
+@settings(max_examples=50, deadline=None)
+def test_from_equal_texts_it_answers_the_majority(rows: int, data: st.DataObject) -> None:
+    ones = data.draw(st.integers(1, rows - 1))
+    bits = (torch.arange(rows) < ones)[:, None]
+    text = torch.tensor([[7, 7, 7, 8, 8, 9, 7, 8]]).expand(rows, -1)
     read = TextReader.fit(text, bits, reference=text).read(text, text)
-    # a tie reads as 0
-    assert torch.equal(read, torch.full((160, 1), ones > 80))
-    constant = min(ones, 160 - ones) / 160
+    # a tie reads as 0, exactly
+    assert torch.equal(read, torch.full((rows, 1), 2 * ones > rows))
+    constant = min(ones, rows - ones) / rows
     assert metrics.bit_error_rate(metrics.bit_errors(read, bits)) == constant
 
 
@@ -369,16 +374,16 @@ def test_the_text_reader_is_ridge_regression_on_places_and_root_counts() -> None
 
 
 def test_places_without_a_token_say_nothing() -> None:
-    text, bits = texts(), BITS[:, :1]
-    text[:, 3] = torch.where(bits[:, 0], 50, 51)
-    reader = TextReader.fit(text, bits)
-    known = reader.scores(text[:3])
+    # the text leaves its reference at place 0 where the bit is 1
+    bits, reference = BITS[:, :1], texts()
+    text = reference.clone()
+    text[:, 0] += 100 * bits[:, 0]
+    reader = TextReader.fit(text, bits, reference=reference)
     blank = text[:3].clone()
     blank[1] = -1
-    scores = reader.scores(blank)
-    torch.testing.assert_close(scores[[0, 2]], known[[0, 2]])
-    nothing = torch.full((1, 6), 10**6)  # tokens never seen
-    torch.testing.assert_close(scores[1:2], reader.scores(nothing))
+    scores = reader.scores(blank, reference[:3])
+    torch.testing.assert_close(scores[[0, 2]], reader.scores(text[:3], reference[:3])[[0, 2]])
+    torch.testing.assert_close(scores[1], torch.from_numpy(reader.offset))
 
 
 def test_a_text_reader_for_every_step_of_a_run_takes_about_a_second() -> None:

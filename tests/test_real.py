@@ -1,0 +1,168 @@
+"""Claims about a language model, shown on the real one: SmolLM2-135M-Instruct."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import run
+from conf import build
+from experiments import hidden_bits
+from feedback import carriers, loop, maps, programs, results
+from feedback.cache import Context
+from feedback.sites import blocks, unembed
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(run.__file__).parent
+PROMPTS = (
+    "Once upon a time, in a small village by the sea, there lived an old fisherman who",
+    "The capital of France is",
+    "A letter arrived from the capital, sealed with red wax. The mayor read it and",
+)
+
+
+def configured(*overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return OmegaConf.to_object(compose("config", ["experiment=hidden_bits", "quiet=true", *overrides]))
+
+
+@pytest.fixture(scope="module")
+def main_job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hidden_bits")
+    record = run.main(configured("alpha=2.0", "tracking=disabled"), folder, None)
+    return record["summary"], results.read_table(folder / "table.csv"), record
+
+
+def curve(table, arm, key="ber", reader="informed", split="messages"):
+    return [r[key] for r in table if (r["arm"], r["reader"], r["split"]) == (arm, reader, split)]
+
+
+def test_cache_memory_keeps_eight_bits_that_the_text_does_not_show(main_job):
+    summary, table, _ = main_job
+    hard = summary["hard"]
+    on = sum(curve(table, "hard", "pushed"))
+    assert max(curve(table, "hard")[:on]) <= 0.02
+    assert hard["ber"] <= 0.02
+    assert hard["argmax_agreement"] >= 0.97
+    assert hard["text_agreement"] == 1.0
+    assert hard["text_ber_low"] <= 0.5 <= hard["text_ber_high"]
+
+
+def test_half_a_soft_token_still_keeps_them(main_job):
+    summary, _, _ = main_job
+    assert summary["mixed"]["ber"] <= 0.05
+    assert summary["mixed"]["ber_while_pushed"] <= 0.05
+
+
+def test_the_free_soft_loop_shows_them_while_they_are_pushed(main_job):
+    summary, _, _ = main_job
+    assert summary["soft"]["ber_while_pushed_worst"] <= 0.15
+
+
+def test_without_a_push_or_with_shuffled_labels_nothing_is_read(main_job):
+    summary, _, _ = main_job
+    for arm in ("alpha0", "shuffled"):
+        assert summary[arm]["ber_low"] <= 0.5 <= summary[arm]["ber_high"], arm
+
+
+def test_with_the_loop_cut_nothing_outlives_the_push(main_job):
+    summary, table, _ = main_job
+    on = sum(curve(table, "cut", "pushed"))
+    assert max(curve(table, "cut")[:on]) <= 0.02
+    for low, high in list(zip(curve(table, "cut", "ber_low"), curve(table, "cut", "ber_high"), strict=True))[on:]:
+        assert low <= 0.55 and high >= 0.45
+    assert summary["cut"]["ber_low"] <= 0.5 <= summary["cut"]["ber_high"]
+
+
+def test_the_push_is_measured_as_asked_and_the_weights_are_untouched(main_job):
+    summary, _, record = main_job
+    assert summary["hard"]["alpha_measured"] == pytest.approx(2.0, abs=1e-3)
+    assert summary["alpha0"]["alpha_measured"] == 0.0
+    assert record["receipts"]["hard"]["largest_error"] < 1e-4
+    assert record["receipts"]["hard"]["largest_relative_push"] < 0.1  # eight carriers: √8 × 2 / ‖h‖
+    assert record["weights_unchanged"] is True
+
+
+def test_one_hot_map_is_greedy_generation_token_for_token_over_64_tokens(smollm2):
+    v = carriers.random_orthonormal(1, smollm2.d_model, torch.Generator().manual_seed(0)).scaled
+    ids = [smollm2.encode(p) for p in PROMPTS]
+    told = loop.run(smollm2, ids, programs.constant(v, 0.0, steps=64, rows=3), feedback_map=maps.one_hot())
+    for row, prompt in enumerate(ids):
+        expected = smollm2.module.generate(
+            torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(prompt) :]
+        assert told.text[row, :64].tolist() == expected.tolist()
+
+
+def test_a_ragged_cached_batch_equals_recomputing_each_row_with_the_push_on(smollm2):
+    """Constant push on every pass, three prompts of different length, logits to 1e-3 of values up to 30."""
+    v = carriers.random_orthonormal(1, smollm2.d_model, torch.Generator().manual_seed(0)).scaled
+    ids = [smollm2.encode(p) for p in PROMPTS]
+    program = programs.constant(v, 20.0, steps=8, rows=3, scope="all")
+    told = loop.run(smollm2, ids, program, feedback_map=maps.expected_embedding(0.3))
+    handle = blocks(smollm2.module)[15].register_forward_hook(lambda module, args, output: output + 20 * v[0])
+    try:
+        for row, prompt in enumerate(ids):
+            inputs = torch.cat([smollm2.embedding[torch.tensor(prompt)], told.soft_tokens[:, row]])[None]
+            whole = smollm2.module(inputs_embeds=inputs, use_cache=False).logits[0, len(prompt) :]
+            torch.testing.assert_close(unembed(smollm2.module, told.hidden[:, row]), whole, atol=1e-3, rtol=0)
+    finally:
+        handle.remove()
+
+
+def test_four_strengths_in_one_batch_equal_four_separate_runs(smollm2):
+    """Forced arms to 1e-4 in the logits; the free arm up to the step at which rounding has grown to 1e-3."""
+    config = configured("alpha=[0,0.5,2,8]", "prompts.unseen=1", "steps=9", "hidden_bits.fit_messages=2")
+    config.prompts.texts = list(PROMPTS)
+    config.hidden_bits.test_messages = 2
+    ids = [smollm2.encode(p) for p in PROMPTS]
+    v = carriers.random_orthonormal(8, smollm2.d_model, torch.Generator().manual_seed(0)).scaled
+    cover = hidden_bits.cover_text(config, smollm2, ids, v)
+
+    def rows(alphas):
+        return hidden_bits.lay_out(config, alphas, torch.Generator().manual_seed(1))
+
+    def logits(arm, laid):
+        told = hidden_bits.run_arm(config, smollm2, ids, v, laid, arm, cover, 7, None)
+        return unembed(smollm2.module, told.hidden)
+
+    alphas = build.alphas(config)
+    together = rows(alphas)
+    for name in ("hard", "mixed", "soft"):
+        arm = config.hidden_bits.arms[name]
+        batch = logits(arm, together)
+        for alpha in alphas:
+            alone = logits(arm, rows([alpha]))[:, 3:]  # the first three rows are the references
+            off = (batch[:, 3:][:, together.alpha[3:] == alpha] - alone).abs().flatten(1).amax(-1)
+            if name == "soft":
+                grown = torch.nonzero(off > 1e-3)[:, 0].tolist()
+                print(f"free-running, alpha={alpha:g}: rounding reaches 1e-3 at step {grown[0] + 1 if grown else '>9'}")
+                assert off[0] < 1e-3
+            else:
+                assert off.max() < 1e-4, (name, alpha)
+
+
+def test_the_prompt_context_is_an_autonomous_map_on_the_real_model(smollm2):
+    v = carriers.random_orthonormal(1, smollm2.d_model, torch.Generator().manual_seed(0)).scaled
+    ids = [smollm2.encode(p) for p in PROMPTS]
+    program = programs.constant(v, 0.0, steps=4, rows=3)
+    told = loop.run(smollm2, ids, program, feedback_map=maps.expected_embedding(0.5), context=Context("prompt"))
+    for row, prompt in enumerate(ids):
+        inputs = torch.cat([smollm2.embedding[torch.tensor(prompt)], told.soft_tokens[3, row][None]])[None]
+        fresh = smollm2.module(inputs_embeds=inputs, use_cache=False).logits[0, -1]
+        torch.testing.assert_close(unembed(smollm2.module, told.hidden[3, row]), fresh, atol=1e-3, rtol=0)
+
+
+def test_the_readmes_library_example_runs_and_prints_what_it_says(capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    statements = [line for line in code.splitlines() if line.strip() and not line.startswith(("import", "from", "#"))]
+    assert len(statements) == 10
+    exec(compile(code, "README.md", "exec"), {})
+    said = capsys.readouterr().out
+    (promised,) = re.findall(r"^# prints: (.*)$", code, flags=re.MULTILINE)
+    assert said.strip() == promised.strip()
