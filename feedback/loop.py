@@ -20,19 +20,16 @@ from transformers import Cache, DynamicCache
 
 from feedback import audit
 from feedback.cache import Context, LoopCache, cache_keyword, padded
-from feedback.hooks import Push, Receipt, Record, push, record_final
+from feedback.hooks import Receipt, Record, push, record_final
 from feedback.hooks import record as recording
 from feedback.maps import NamedMap, RowNoise, top_token
 from feedback.models import LanguageModel
 from feedback.programs import Program
+from feedback.receipts import verify
 from feedback.sites import Site, resolve
 from feedback.trajectory import Trajectory, concatenate
 
 MEMORY_SHARE = 0.25  # of the device's memory, for one chunk of rows
-
-
-class ReceiptError(RuntimeError):
-    """A push did not do what the program asked; the message names step, site and rows."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +206,7 @@ def _read(settings: _Settings, prompts: Sequence[Sequence[int]], program: Progra
             **model.last_position_only,
         )
         if handle is not None:
-            _verify(model, handle, [handle.take()], asked[None], carriers, first_step=0)
+            verify(handle, model.dtype, [handle.take()], asked[None], carriers, first_step=0)
     return _Read(cache, logits, hidden, mask, not bool(mask.all()))
 
 
@@ -283,7 +280,7 @@ def _run_chunk(
     soft_tokens = stacked["soft_tokens"].detach()
     finite = torch.isfinite(stacked["hidden"].detach()).all(-1)
     stopped_at = torch.where(finite.all(0), 0, finite.int().argmin(0) + 1)
-    _verify(model, handle, receipts, coefficients, carriers, finite=finite)
+    verify(handle, model.dtype, receipts, coefficients, carriers, finite=finite)
     return Trajectory(
         **stacked,
         prompt_tokens=prompt_tokens,
@@ -344,44 +341,6 @@ class _StepMask:
 
     def at(self, used: int) -> Tensor | None:
         return None if self._mask is None else self._mask[..., : self._prompt_length + used]
-
-
-def _verify(
-    model: LanguageModel,
-    handle: Push,
-    receipts: Sequence[Receipt],
-    coefficients: Float[Tensor, "step row carrier"],
-    carriers: Float[Tensor, "carrier d_model"],
-    finite: Bool[Tensor, "step row"] | None = None,
-    first_step: int = 1,
-) -> None:
-    """Compares what every step's receipt measured with what the program asked: fired once, and Δ·v̂ along every
-    carrier equal to Σ c·v·v̂ within the rounding of the model's dtype at the length of h."""
-    path = handle.site.path
-    for step, receipt in enumerate(receipts, first_step):
-        if receipt.fired != 1:
-            raise ReceiptError(
-                f"step {step}, site {path}: the push fired {receipt.fired} times in one pass; expected once. "
-                "Is the same push entered twice, or is the module called more than once per pass?"
-            )
-    vectors, rows = carriers.detach().float(), coefficients.detach().float()
-    asked = rows @ (vectors @ torch.nn.functional.normalize(vectors, dim=-1).mT)
-    measured = torch.stack([r.pushed for r in receipts])
-    length = torch.stack([r.length for r in receipts])
-    reach = length[..., None] + torch.linalg.vector_norm(rows @ vectors, dim=-1)[..., None]
-    eps = max(torch.finfo(dtype).eps for dtype in (model.dtype, torch.float32))  # receipts are float32
-    wrong = (measured - asked).abs() > 2 * eps * reach
-    if finite is not None:
-        wrong &= finite[..., None]
-    if bool(wrong.any()):
-        step = int(wrong.flatten(1).any(-1).int().argmax())
-        bad = torch.nonzero(wrong[step].any(-1))[:, 0]
-        row = int(bad[0])
-        raise ReceiptError(
-            f"step {step + first_step}, site {path}, rows {bad.tolist()}: the push did not arrive as asked; "
-            f"row {row} asked Δ·v̂ = {asked[step, row].tolist()}, measured {measured[step, row].tolist()}. "
-            "Does another hook on this module change its output?"
-        )
 
 
 def _semantics(program: Program, context: Context) -> str:

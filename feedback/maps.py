@@ -367,11 +367,12 @@ def _projected_hidden(turn: Turn, epsilon: Number, norm: Norm, matrix: Tensor) -
 
 
 def _softmax(turn: Turn, z: Tensor) -> Fed:
-    """softmax(z) E, with the entropy from H = log Σ exp z − Σ p·z: cheaper than p·log p over a whole vocabulary."""
+    """softmax(z) E, with the entropy from H = −log p_max − Σ p·(z − z_max): no logarithm over a whole vocabulary, and
+    no difference of large numbers at low temperature."""
     weights = torch.softmax(z, dim=-1)
     top, token = weights.amax(-1), weights.gather(-1, turn.tokens[:, None].long()).squeeze(-1)
-    finite = z.clamp(min=torch.finfo(z.dtype).min)  # a banned token has z = −∞ and no weight
-    entropy = (z.amax(-1) - top.log()) - (weights * finite).sum(-1)
+    below = (z - z.amax(-1, keepdim=True)).clamp(min=torch.finfo(z.dtype).min)  # a banned token has z = −∞
+    entropy = -top.log() - (weights * below).sum(-1)
     described = Diagnostics(entropy.clamp(min=0), top, torch.ones_like(top), token)
     return weights.to(turn.embedding) @ turn.embedding, described
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from feedback import hooks, loop, maps, programs
 from feedback.cache import Context
+from feedback.receipts import ReceiptError
 from feedback.sites import Site, blocks, unembed
 
 FAMILIES = ("llama", "gpt2", "gemma2", "qwen2", "gpt_neox", "mistral")
@@ -314,7 +315,7 @@ def test_a_push_that_arrives_wrong_in_one_row_names_step_site_and_row(tiny, monk
         return changed
 
     monkeypatch.setattr(hooks._Add, "apply", sabotaged)
-    with pytest.raises(loop.ReceiptError, match=r"step 4, site model\.layers\.2, rows \[1\]"):
+    with pytest.raises(ReceiptError, match=r"step 4, site model\.layers\.2, rows \[1\]"):
         run(model, constant(model))
 
 
@@ -331,7 +332,7 @@ def test_a_push_that_fires_twice_in_a_pass_is_an_error_that_names_the_step(tiny)
 
     block.forward = twice
     try:
-        with pytest.raises(loop.ReceiptError, match=r"step 1.*fired 2 times"):
+        with pytest.raises(ReceiptError, match=r"step 1.*fired 2 times"):
             run(model, constant(model))
     finally:
         del block.forward

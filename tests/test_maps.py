@@ -166,9 +166,22 @@ def test_truncation_keeps_the_argmax_even_among_ties(feedback_map):
     torch.testing.assert_close(vector.sum(-1), torch.ones(3))
 
 
-def test_temperature_acts_before_truncation():
+@pytest.mark.parametrize("tau", [1.0, 0.1, 0.001])
+def test_entropy_stays_exact_when_logits_are_large_against_the_temperature(tau):
+    logits = 15 + 4 * torch.randn(3, 20000, generator=torch.Generator().manual_seed(0))
+    inputs = logits, torch.zeros(3, 2), torch.ones(20000, 2), torch.tensor([0, 1, 2])
+    _, diagnostics = maps.expected_embedding(tau)(*inputs)
+    exact = torch.special.entr(torch.softmax(logits.double() / tau, -1)).sum(-1)
+    torch.testing.assert_close(diagnostics.entropy.double(), exact, atol=5e-5, rtol=0)
+
+
+# with mass 0.9 or a fifth of the maximum, τ = 1 would keep all four
+@pytest.mark.parametrize(
+    "feedback_map", [maps.top_k(2, tau=0.5), maps.top_p(0.9, tau=0.5), maps.min_p(0.2, tau=0.5)], ids=lambda m: m.name
+)
+def test_temperature_acts_before_truncation(feedback_map):
     # τ = ½ squares p: 1/4, 1/16, 1/64, 1/64 of 11/32 in all; the top two are 8/11 and 2/11
-    vector, diagnostics = weights_fed(maps.top_k(2, tau=0.5), HALVES.log())
+    vector, diagnostics = weights_fed(feedback_map, HALVES.log())
     torch.testing.assert_close(vector, in_order([0.8, 0.2, 0.0, 0.0]))
     torch.testing.assert_close(diagnostics.kept_mass, torch.full((3,), 10 / 11))
 
