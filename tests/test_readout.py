@@ -137,7 +137,7 @@ def test_standardising_makes_the_units_of_the_features_irrelevant() -> None:
 def test_features_that_never_vary_carry_no_weight() -> None:
     # in float64 the mean of equal numbers can be off by a rounding, which must not be scaled up
     states = STATES.double()
-    constants = torch.linspace(0.1, 0.9, 9).double().expand(160, -1)
+    constants = torch.linspace(0.1, 0.9, 9, dtype=torch.float64).expand(160, -1)
     with_constants = RidgeReader.fit(torch.cat([states, constants], dim=1), BITS)
     assert (with_constants.weights[-9:] == 0).all()
     torch.testing.assert_close(
@@ -342,10 +342,18 @@ def test_from_equal_texts_it_answers_the_majority(rows: int, data: st.DataObject
     bits = (torch.arange(rows) < ones)[:, None]
     text = torch.tensor([[7, 7, 7, 8, 8, 9, 7, 8]]).expand(rows, -1)
     read = TextReader.fit(text, bits, reference=text).read(text, text)
-    # a tie reads as 0, exactly
     assert torch.equal(read, torch.full((rows, 1), 2 * ones > rows))
     constant = min(ones, rows - ones) / rows
     assert metrics.bit_error_rate(metrics.bit_errors(read, bits)) == constant
+
+
+@pytest.mark.parametrize("rows", [14, 30, 46])  # where rounding would break the tie
+def test_from_equal_texts_and_as_many_of_each_bit_the_answer_is_no(rows: int) -> None:
+    bits = (torch.arange(rows) < rows // 2)[:, None]
+    text = torch.tensor([[7, 7, 7, 8, 8, 9, 7, 8]]).expand(rows, -1)
+    reader = TextReader.fit(text, bits)
+    assert (reader.scores(text) == 0).all()
+    assert not reader.read(text).any()
 
 
 def test_with_shuffled_labels_the_text_says_nothing() -> None:

@@ -1,5 +1,6 @@
 """Claims about a language model, shown on the real one: SmolLM2-135M-Instruct."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -115,7 +116,8 @@ def test_a_ragged_cached_batch_equals_recomputing_each_row_with_the_push_on(smol
 
 
 def test_four_strengths_in_one_batch_equal_four_separate_runs(smollm2):
-    """Forced arms to 1e-4 in the logits; the free arm up to the step at which rounding has grown to 1e-3."""
+    """In the logits, which go up to 30: the hard arm to 1e-4; the mixed one, half of whose input is fed back, to 3e-4;
+    the free arm up to the step at which rounding has grown to 1e-3."""
     config = configured("alpha=[0,0.5,2,8]", "prompts.unseen=1", "steps=9", "hidden_bits.fit_messages=2")
     config.prompts.texts = list(PROMPTS)
     config.hidden_bits.test_messages = 2
@@ -143,7 +145,7 @@ def test_four_strengths_in_one_batch_equal_four_separate_runs(smollm2):
                 print(f"free-running, alpha={alpha:g}: rounding reaches 1e-3 at step {grown[0] + 1 if grown else '>9'}")
                 assert off[0] < 1e-3
             else:
-                assert off.max() < 1e-4, (name, alpha)
+                assert off.max() < {"hard": 1e-4, "mixed": 3e-4}[name], (name, alpha, off)
 
 
 def test_the_prompt_context_is_an_autonomous_map_on_the_real_model(smollm2):
@@ -160,7 +162,7 @@ def test_the_prompt_context_is_an_autonomous_map_on_the_real_model(smollm2):
 def test_the_readmes_library_example_runs_and_prints_what_it_says(capsys):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    statements = [line for line in code.splitlines() if line.strip() and not line.startswith(("import", "from", "#"))]
+    statements = [node for node in ast.parse(code).body if not isinstance(node, (ast.Import, ast.ImportFrom))]
     assert len(statements) == 10
     exec(compile(code, "README.md", "exec"), {})
     said = capsys.readouterr().out
