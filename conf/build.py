@@ -127,7 +127,7 @@ def feedback_map(config: Config, model: LanguageModel | None, temperature: float
         case "min_p":
             return maps.min_p(settings.min_p, tau)
         case "gumbel":
-            return maps.gumbel(settings.gumbel_temperature)
+            return maps.gumbel(settings.gumbel_temperature, tau)
         case "mixture_of_inputs":
             return maps.mixture_of_inputs(settings.beta, tau)
         case "last_hidden":

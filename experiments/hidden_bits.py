@@ -213,6 +213,7 @@ def measure(
         labels = torch.cat([labels[order] for order in orders], dim=1)
     differs = hidden - hidden[:, rows.prompt]
     text_read = read_text(text, rows, fit, labels, trials)
+    argmax_read = read_text(states.argmax, rows, fit, labels, trials)
     shared = text_metrics(config, states, rows, trials)
     table = []
     for reader, features in (("informed", differs), ("blind", hidden)):
@@ -222,6 +223,7 @@ def measure(
             read = read_states(config, features, fit, asked, labels, groups)
             state = score(read, rows, asked, generator)
             words = score(text_read[:, asked[trials]], rows, asked, generator)
+            unsaid = score(argmax_read[:, asked[trials]], rows, asked, torch.Generator().manual_seed(config.seed))
             for step in range(config.steps):
                 table.append(
                     {
@@ -232,6 +234,7 @@ def measure(
                         "step": step + 1,
                         **{key: values[step] for key, values in state.items()},
                         **{f"text_{key}": words[key][step] for key in ("ber", "ber_low", "ber_high")},
+                        **{f"argmax_{key}": unsaid[key][step] for key in ("ber", "ber_low", "ber_high")},
                         "hiddenness": words["ber"][step] - state["ber"][step],
                         **{key: values[step] for key, values in shared.items()},
                     }
@@ -284,7 +287,8 @@ def score(
 def read_text(
     text: Int[Tensor, "step row"], rows: Rows, fit: Tensor, labels: Tensor, trials: Tensor
 ) -> Bool[Tensor, "step trial carrier"]:
-    """What the text reader says after each step. It knows the α=0 text of every prompt."""
+    """What a text reader says after each step of emitted tokens, or of what the model would have said. It knows the α=0
+    text of every prompt."""
     tokens, reference = text.mT, text[:, rows.prompt].mT
     read = []
     for end in range(1, len(text) + 1):
@@ -364,6 +368,7 @@ def summarise_arm(table: list[dict[str, Any]]) -> dict[str, Any]:
         "ber_unseen_prompts": curve("informed", "prompts")[-1]["ber"],
         "ber_blind_unseen_prompts": curve("blind", "prompts")[-1]["ber"],
         **{key: last[key] for key in ("text_ber", "text_ber_low", "text_ber_high", "hiddenness", "rate_bits")},
+        **{key: last[key] for key in ("argmax_ber", "argmax_ber_low", "argmax_ber_high")},
         **mean,
         "half_life_steps": metrics.half_life(torch.tensor(since)).item() if written else float("nan"),
         "kl_nats": sum(row["kl_nats"] for row in steps),
