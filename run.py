@@ -44,7 +44,6 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
     experiment.check(config, models.describe(spec))
     torch.manual_seed(config.seed)  # nothing in the library draws from the global generator; foreign code might
     model = models.load(spec)
-    before = models.checksum(model.module)
     with tracking.track(
         mode=config.tracking.mode,
         folder=folder,
@@ -61,7 +60,7 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
             "experiment": config.name,
             "summary": result.summary,
             **result.record,
-            "weights_unchanged": models.checksum(model.module) == before,
+            "weights_unchanged": models.checksum(model.module) == model.info.checksum,
             "model": model.info,
             "seed": config.seed,
             "versions": results.versions(),

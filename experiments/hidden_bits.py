@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from conf import build
 from conf.schema import ArmConfig, Config
-from feedback import figures, loop, maps, metrics
+from feedback import figures, loop, maps, metrics, programs
 from feedback.models import LanguageModel, ModelShape
-from feedback.programs import Program, balanced_messages
+from feedback.programs import balanced_messages
 from feedback.readout import StepReader, TextReader
 from feedback.results import Result
 from feedback.tracking import Tracker
@@ -103,7 +103,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     carriers = build.carriers(config, model, config.hidden_bits.n_bits, generator)
     prompts = [model.encode(text) for text in config.prompts.texts]
     rows = lay_out(config, alphas, generator)
-    noise_seed = int(torch.randint(2**31, (1,), generator=generator))
+    randomness = loop.Randomness.of(generator, rows.trial)
     cover = cover_text(config, model, prompts, carriers.scaled)
     arms = {name: arm for name, arm in config.hidden_bits.arms.items() if arm.states_of is None}
     total = len(arms) * config.steps * len(rows.kind)
@@ -114,7 +114,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             bar.set_description(name)
             if arm.states_of is None:
                 states[name] = run_arm(
-                    config, model, prompts, carriers.scaled, rows, arm, cover, noise_seed, bar.update
+                    config, model, prompts, carriers.scaled, rows, arm, cover, randomness, bar.update
                 )
                 states[name].save(folder / "trajectories" / f"{name}.safetensors", config.save_states)
             for alpha in alphas if arm.alpha is None else alphas[:1]:
@@ -150,13 +150,7 @@ def cover_text(
     config: Config, model: LanguageModel, prompts: list[list[int]], vectors: Float[Tensor, "carrier d_model"]
 ) -> Int[Tensor, "position prompt"]:
     """What the unpushed model writes after each prompt: T+1 greedy tokens, written by the loop with the one-hot map."""
-    nothing = Program(
-        coefficients=torch.zeros(config.steps, len(prompts), len(vectors)),
-        carriers=vectors,
-        prompt_coefficients=None,
-        columns={},
-        name="none",
-    )
+    nothing = programs.constant(vectors, 0.0, steps=config.steps, rows=len(prompts))
     return loop.run(model, prompts, nothing, feedback_map=maps.one_hot()).text.mT
 
 
@@ -168,7 +162,7 @@ def run_arm(
     rows: Rows,
     arm: ArmConfig,
     cover: Int[Tensor, "position prompt"],
-    noise_seed: int,
+    randomness: loop.Randomness,
     progress: Any,
 ) -> Trajectory:
     """One arm's batch through the loop."""
@@ -178,7 +172,7 @@ def run_arm(
     program = build.program(config, strength[:, None] * (2.0 * rows.bits - 1), vectors)
     program = replace(program, columns={"alpha": strength, "bits": rows.bits, "prompt": rows.prompt, "kind": rows.kind})
     inner = build.feedback_map(config, model, arm.temperature)
-    context = config.context if arm.context is None else type(config.context)(kind=arm.context)
+    context = config.context if arm.context is None else replace(config.context, kind=arm.context)
     return loop.run(
         model,
         prompts,
@@ -188,7 +182,7 @@ def run_arm(
         context=build.context(context),
         row_prompt=rows.prompt,
         forced=cover[:, rows.prompt] if arm.cover == "forced" else None,
-        randomness=loop.Randomness(noise_seed, rows.trial),
+        randomness=randomness,
         record=build.read_sites(config, model),
         reference=rows.prompt,  # the reference rows stand first, in the order of the prompts
         max_rows=config.max_rows,
@@ -304,8 +298,6 @@ def text_metrics(config: Config, states: Trajectory, rows: Rows, trials: Tensor)
     on = build.pushed_steps(config)
     assert states.kl is not None
     values = {
-        "text_agreement": (states.tokens[:, trials] == states.tokens[:, reference]).float(),
-        "argmax_agreement": (states.argmax[:, trials] == states.argmax[:, reference]).float(),
         "kl_nats": states.kl[:, trials],
         "entropy": states.entropy[:, trials],
         "soft_fraction": (states.top_probability[:, trials] < 0.99).float(),
@@ -313,7 +305,12 @@ def text_metrics(config: Config, states: Trajectory, rows: Rows, trials: Tensor)
         "alpha_measured": (states.pushed[:, trials] * sign).mean(-1),
         "relative_push": states.relative_push[:, trials],
     }
-    return {"pushed": on.tolist()} | {key: value.double().mean(1).tolist() for key, value in values.items()}
+    same = {
+        "text_agreement": metrics.agreement(states.tokens[:, trials], states.tokens[:, reference], over=1),
+        "argmax_agreement": metrics.agreement(states.argmax[:, trials], states.argmax[:, reference], over=1),
+    }
+    curves = same | {key: value.double().mean(1) for key, value in values.items()}
+    return {"pushed": on.tolist()} | {key: curve.tolist() for key, curve in curves.items()}
 
 
 def receipts(states: Trajectory, rows: Rows) -> dict[str, Any]:
@@ -337,8 +334,7 @@ def summarise(config: Config, table: list[dict[str, Any]], alphas: list[float]) 
     summary: dict[str, Any] = {}
     for name, arm in config.hidden_bits.arms.items():
         by_alpha = {}
-        for alpha in alphas:
-            label = alpha if arm.alpha is None else arm.alpha
+        for label in alphas if arm.alpha is None else [arm.alpha]:
             own = [row for row in table if row["arm"] == name and row["alpha"] == label]
             if own:
                 by_alpha[f"{label:g}"] = summarise_arm(own)
@@ -353,7 +349,6 @@ def summarise_arm(table: list[dict[str, Any]]) -> dict[str, Any]:
         return [row for row in table if (row["reader"], row["split"]) == (reader, split)]
 
     steps = curve("informed", "messages")
-    steps = steps[-len({row["step"] for row in steps}) :]
     on = [row for row in steps if row["pushed"]]
     last = steps[-1]
     written = bool(on) and on[-1]["ber_high"] < 0.5  # else there was nothing to lose

@@ -7,10 +7,11 @@ the whole sequence with the push on, any other program does not; ``meta["semanti
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -165,10 +166,14 @@ class _Settings:
             "model": asdict(self.model.info),
         }
 
+    @cached_property
+    def cache_keyword(self) -> str:
+        return cache_keyword(self.model.module)
+
     def forward(self, cache: Cache, final: Record, **inputs: Any) -> tuple[Tensor, Tensor]:
         """One pass: logits (row, vocab) and the hidden state before the unembedding (row, d_model), last position."""
-        module = self.model.module
-        output = module(**inputs, **{cache_keyword(module): cache}, use_cache=True, return_dict=True)
+        keywords = {**inputs, self.cache_keyword: cache}
+        output = self.model.module(**keywords, use_cache=True, return_dict=True)
         return output.logits[:, -1], final.take()[:, -1]
 
 
@@ -230,7 +235,7 @@ def _run_chunk(
     mask = _StepMask(model, read, reads, cache.n_slots)
     lengths = read.mask.sum(-1)[reads][:, None]
     logits, hidden = read.logits[reads], read.hidden[reads]
-    out: dict[str, list[Tensor]] = {name: [] for name in _STEP_FIELDS}
+    out: dict[str, list[Tensor]] = defaultdict(list)
     receipts: list[Receipt] = []
 
     def emit(step: int) -> Tensor:
@@ -276,7 +281,7 @@ def _run_chunk(
                 out["kl"].append(_kl_to(logits, reference))
             if progress is not None:
                 progress(len(reads))
-    stacked: dict[str, Any] = {name: torch.stack(values) for name, values in out.items() if values}
+    stacked: dict[str, Any] = {name: torch.stack(values) for name, values in out.items()}
     soft_tokens = stacked["soft_tokens"].detach()
     finite = torch.isfinite(stacked["hidden"].detach()).all(-1)
     stopped_at = torch.where(finite.all(0), 0, finite.int().argmin(0) + 1)
@@ -296,27 +301,13 @@ def _run_chunk(
     )
 
 
-_STEP_FIELDS = (*("soft_tokens", "hidden", "tokens", "argmax", "entropy", "top_probability", "kept_mass", "kl"),)
-
-
-_STEP_FIELDS = (
-    "soft_tokens",
-    "hidden",
-    "tokens",
-    "argmax",
-    "entropy",
-    "top_probability",
-    "kept_mass",
-    "kl",
-)
-
-
 def _is_argmax(settings: _Settings, forced: Tensor | None) -> bool:
     return forced is None and settings.sample is None
 
 
 def _kl_to(logits: Tensor, reference: Tensor) -> Tensor:
-    """KL(row ‖ reference row) in nats, (row,)."""
+    """KL(row ‖ reference row) in nats, (row,). Unlike ``metrics.kl`` it needs one log-softmax for both sides: a
+    reference is a row of the same batch."""
     log_p = torch.log_softmax(logits.float(), -1)
     return (log_p.exp() * (log_p - log_p[reference])).sum(-1).clamp(min=0)
 

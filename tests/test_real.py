@@ -129,7 +129,7 @@ def test_four_strengths_in_one_batch_equal_four_separate_runs(smollm2):
         return hidden_bits.lay_out(config, alphas, torch.Generator().manual_seed(1))
 
     def logits(arm, laid):
-        told = hidden_bits.run_arm(config, smollm2, ids, v, laid, arm, cover, 7, None)
+        told = hidden_bits.run_arm(config, smollm2, ids, v, laid, arm, cover, loop.Randomness(7, laid.trial), None)
         return unembed(smollm2.module, told.hidden)
 
     alphas = build.alphas(config)
