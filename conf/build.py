@@ -67,7 +67,7 @@ def check(config: Config) -> None:
 
 def check_shape(config: Config, shape: ModelShape) -> None:
     """ValueError for settings that do not fit the model, known from its configuration alone."""
-    if config.site.at != "module":
+    if config.site.path is None:
         resolve_block(config.site.block, shape.n_blocks)
     shortest = max(len(text.split()) for text in config.prompts.texts)
     if shortest + config.steps > shape.max_positions:

@@ -22,8 +22,8 @@ class ModelConfig:
 @dataclass
 class SiteConfig:
     block: Any = "middle"  # number from 0, negative from the end, or "middle"
-    at: str = "block"  # block (output) | block_input | attn | mlp | module
-    path: str | None = None  # at=module: dotted name of any module
+    at: str = "block"  # block (output) | block_input | attn | mlp | module | module_input
+    path: str | None = None  # at=module, module_input: dotted name of any module
 
 
 @dataclass
@@ -101,6 +101,11 @@ class HiddenBitsConfig:
 
 
 @dataclass
+class AuditConfig:
+    plants: list[str] = field(default_factory=list)  # foreign code to put on the model, one at a time; [] only looks
+
+
+@dataclass
 class Config:
     name: str = MISSING  # which file of experiments/ runs
     alpha: Any = 2.0  # push strength, a number or a list (one batch), in units of carriers.scale
@@ -121,6 +126,7 @@ class Config:
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hidden_bits: HiddenBitsConfig = field(default_factory=HiddenBitsConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
 
 
 def register() -> None:

@@ -21,12 +21,12 @@ from transformers import Cache, DynamicCache
 
 from feedback import audit
 from feedback.cache import Context, LoopCache, cache_keyword, padded
-from feedback.hooks import Receipt, Record, push, record_final
+from feedback.hooks import Record, record_final
 from feedback.hooks import record as recording
 from feedback.maps import NamedMap, RowNoise, top_token
 from feedback.models import LanguageModel
 from feedback.programs import Program
-from feedback.receipts import verify
+from feedback.pushing import Receipt, push, verify
 from feedback.sites import Site, resolve
 from feedback.trajectory import Trajectory, concatenate
 
@@ -94,7 +94,7 @@ def run(
     A row whose state turns non-finite is marked in ``stopped_at``; the others go on.
     """
     row_prompt = torch.arange(program.n_rows) if row_prompt is None else row_prompt.cpu()
-    _check(model, prompts, program, row_prompt, forced, reference, context)
+    _check(model, prompts, program, row_prompt, forced, reference, context, differentiable)
     chunk_rows = max_rows or rows_that_fit(model, prompts, program, differentiable)
     settings = _Settings(model, site, context, sample, tuple(record), differentiable)
     ids = torch.arange(program.n_rows) if randomness.ids is None else randomness.ids.cpu()
@@ -198,7 +198,7 @@ def _read(settings: _Settings, prompts: Sequence[Sequence[int]], program: Progra
         handle = None
         if program is not None and program.prompt_coefficients is not None:
             carriers = program.carriers.to(model.device)
-            handle = stack.enter_context(push(model.module, settings.site, carriers))
+            handle = stack.enter_context(push(model.module, settings.site, carriers, first_step=0))
             asked = program.prompt_coefficients.to(model.device)
             handle.set((asked @ carriers).to(model.dtype))
         final = stack.enter_context(record_final(model.module))
@@ -391,6 +391,7 @@ def _check(
     forced: Tensor | None,
     reference: Tensor | None,
     context: Context,
+    differentiable: bool,
 ) -> None:
     """ValueError for whatever would fail later, or worse, would not."""
     n_rows, n_steps = program.n_rows, program.n_steps
@@ -406,6 +407,13 @@ def _check(
         raise ValueError(
             f"the carriers are {program.carriers.shape[-1]} numbers wide; {model.info.name} has d_model "
             f"{model.d_model}: make them for this model"
+        )
+    if differentiable and any(
+        m.training and getattr(m, "gradient_checkpointing", False) for m in model.module.modules()
+    ):
+        raise ValueError(
+            "a differentiable loop over a model under gradient checkpointing: transformers drops the cache there, so "
+            "every step would forget the prompt; model.module.gradient_checkpointing_disable(), or model.module.eval()"
         )
     longest = max(map(len, prompts))
     if longest + n_steps > model.max_positions:

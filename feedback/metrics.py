@@ -160,6 +160,25 @@ def ber_interval(
     return Interval(torch.fmin(score.low, resampled.low), torch.fmax(score.high, resampled.high))
 
 
+def mean_interval(
+    values: Float[Tensor, "*axes row"],
+    generator: torch.Generator,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+) -> Interval:
+    """Percentile bootstrap interval of the mean over rows, as if rows were independent; in float64.
+
+    The same draws serve all leading axes. Narrow, as all such intervals, with few rows; a single
+    row gives its own value twice.
+    """
+    draws = torch.randint(values.shape[-1], (resamples, values.shape[-1]), generator=generator)
+    means = values.double().cpu()[..., draws].mean(-1)
+    tail = _tail(confidence)
+    low, high = torch.quantile(means, torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=-1)
+    return Interval(low, high)
+
+
 def _row_counts(
     errors: Bool[Tensor, "*axes row carrier"], valid: Bool[Tensor, " row"] | None
 ) -> tuple[Float[Tensor, "*axes row"], Float[Tensor, " row"]]:

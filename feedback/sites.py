@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-AT = ("block", "block_input", "attn", "mlp", "module")
+AT = ("block", "block_input", "attn", "mlp", "module", "module_input")
 
 _BLOCKS = (
     "model.layers",  # Llama and its many relatives
@@ -33,9 +33,9 @@ class Site:
     """An address in a model, before the model is known.
 
     block: counted from 0; negative from the end; "middle" is n_blocks // 2.
-    at: "block" (its output), "block_input", "attn", "mlp" (their outputs), or "module", the output
-    of any module.
-    path: dotted name of that module, only with at="module".
+    at: "block" (its output), "block_input", "attn", "mlp" (their outputs), or "module" and
+    "module_input", the output and the input of any module.
+    path: dotted name of that module, only with at="module" and "module_input"; "" is the module asked itself.
     """
 
     block: int | str = "middle"
@@ -45,9 +45,10 @@ class Site:
     def __post_init__(self) -> None:
         if self.at not in AT:
             raise ValueError(f"site at {self.at!r} does not exist: expected one of {', '.join(AT)}")
-        if (self.at == "module") != (self.path is not None):
+        if self.at.startswith("module") != (self.path is not None):
             raise ValueError(
-                f"site at {self.at!r} with path {self.path!r}: a path goes with at=module, and only with it"
+                f"site at {self.at!r} with path {self.path!r}: a path goes with at=module, and only with it "
+                "(or with at=module_input)"
             )
 
 
@@ -55,7 +56,7 @@ class Site:
 class ResolvedSite:
     """A site found in one model: hook ``module``, its input when ``before``, else its output.
 
-    block: counted from 0; None with at="module". path: dotted name of ``module``.
+    block: counted from 0; None for a module given by its path. path: dotted name of ``module``.
     """
 
     block: int | None
@@ -63,6 +64,11 @@ class ResolvedSite:
     path: str
     module: nn.Module
     before: bool
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.path or f"the {type(self.module).__name__} itself"
 
 
 def resolve_block(block: int | str, n_blocks: int) -> int:
@@ -82,13 +88,22 @@ def resolve_block(block: int | str, n_blocks: int) -> int:
     return block % n_blocks
 
 
-def resolve(module: PreTrainedModel, site: Site) -> ResolvedSite:
-    """The module that ``site`` means in this model; ValueError, with those there are, for none."""
+def resolve(module: nn.Module, site: Site) -> ResolvedSite:
+    """The module that ``site`` means in this model; ValueError, with those there are, for none.
+
+    A site given by its path is found in any module, the others in a language model of transformers only.
+    """
     if site.path is not None:
+        before = site.at == "module_input"
         try:
-            return ResolvedSite(None, site.at, site.path, module.get_submodule(site.path), False)
+            return ResolvedSite(None, site.at, site.path, module.get_submodule(site.path), before)
         except AttributeError:
             raise ValueError(_no_such_path(module, site.path)) from None
+    if not isinstance(module, PreTrainedModel):
+        raise ValueError(
+            f"site at {site.at!r} of a {type(module).__name__}: only a causal language model has blocks; give the "
+            'module by its dotted name, Site(at="module", path=…)'
+        )
     stack = blocks(module)
     number = resolve_block(site.block, len(stack))
     found = stack[number]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
-from feedback import audit, hooks, loop, maps, programs
+from feedback import audit, loop, maps, programs, pushing
 from feedback.sites import Site, blocks
 
 
@@ -74,7 +74,7 @@ def test_a_replaced_forward_and_a_parametrized_weight_are_found(tiny):
 def test_our_hooks_are_ours_and_in_the_order_in_which_they_run(tiny):
     model = tiny("llama")
     v = torch.eye(model.d_model)[:1]
-    with hooks.push(model.module, Site(1), v):
+    with pushing.push(model.module, Site(1), v):
         during = [f for f in audit.snapshot(model.module) if f.path == "model.layers.1"]
     assert [(f.order, f.name) for f in during] == [(0, "Record"), (1, "_Add"), (2, "_Measure")]
     assert {f.owner for f in during} == {"ours"}

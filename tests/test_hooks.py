@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from feedback import hooks
+from feedback import hooks, pushing
 from feedback.sites import Site, blocks, resolve
 
 IDS = torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]])
@@ -61,7 +61,7 @@ def test_a_push_adds_its_delta_to_every_row_and_position_of_the_site(tiny, famil
     with hooks.record(model.module, [site]) as recorder:
         logits(model)
         before = recorder.outputs[site].clone()
-    with hooks.push(model.module, site, v) as handle, hooks.record(model.module, [site]) as recorder:
+    with pushing.push(model.module, site, v) as handle, hooks.record(model.module, [site]) as recorder:
         handle.set(delta)
         logits(model)
         after, receipt = recorder.outputs[site], handle.take()
@@ -92,8 +92,8 @@ def test_a_recorded_site_that_no_pass_reached_is_an_error_not_a_stale_value(tiny
 def test_a_push_on_a_dead_path_is_an_error_that_names_the_site(tiny):
     model = tiny("llama")
     with (
-        hooks.push(model.module, Site(1), torch.eye(model.d_model)[:1]) as handle,
-        pytest.raises(RuntimeError, match=r"model\.layers\.1 never fired"),
+        pushing.push(model.module, Site(1), torch.eye(model.d_model)[:1]) as handle,
+        pytest.raises(RuntimeError, match=r"step 1, site model\.layers\.1, all rows: the push never fired"),
     ):
         handle.take()
 
@@ -105,7 +105,7 @@ def test_the_steered_state_is_what_the_recorder_saw_and_not_what_output_hidden_s
     ask = {"input_ids": IDS, "use_cache": False, "output_hidden_states": True}
     plain = model.module(**ask)
     v = torch.eye(model.d_model)[:1]
-    with hooks.push(model.module, Site(1), v) as handle, hooks.record(model.module, [Site(1)]) as recorder:
+    with pushing.push(model.module, Site(1), v) as handle, hooks.record(model.module, [Site(1)]) as recorder:
         handle.set(3 * v.expand(3, -1))
         steered = model.module(**ask)
         seen = recorder.outputs[Site(1)]
@@ -116,7 +116,7 @@ def test_the_steered_state_is_what_the_recorder_saw_and_not_what_output_hidden_s
 def test_the_push_writes_a_new_tensor_so_an_earlier_capture_keeps_its_value(tiny):
     model = tiny("llama")
     v = torch.eye(model.d_model)[:1]
-    with hooks.record(model.module, [Site(1)]) as early, hooks.push(model.module, Site(1), v) as handle:
+    with hooks.record(model.module, [Site(1)]) as early, pushing.push(model.module, Site(1), v) as handle:
         handle.set(torch.full((3, model.d_model), 7.0))
         logits(model)
         captured = early.outputs[Site(1)]
@@ -134,7 +134,7 @@ def test_after_an_exception_the_hooks_of_a_module_are_what_they_were_foreign_one
     foreign = [block.register_forward_hook(lambda *_: None), block.register_forward_pre_hook(lambda *_: None)]
     try:
         before, plain = hook_dictionaries(model.module), logits(model)
-        with pytest.raises(error), hooks.push(model.module, Site(1), torch.eye(model.d_model)[:1]) as handle:
+        with pytest.raises(error), pushing.push(model.module, Site(1), torch.eye(model.d_model)[:1]) as handle:
             handle.set(torch.ones(3, model.d_model))
             logits(model)
             raise error
@@ -159,7 +159,7 @@ def test_registering_that_fails_half_way_leaves_no_hook(tiny, monkeypatch):
     monkeypatch.setattr(hooks.Hook, "register", third_fails)
     with (
         pytest.raises(RuntimeError, match="planted"),
-        hooks.push(model.module, Site(1), torch.eye(model.d_model)[:1]),
+        pushing.push(model.module, Site(1), torch.eye(model.d_model)[:1]),
     ):
         pass
     assert len(calls) == 3

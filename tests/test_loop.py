@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from feedback import hooks, loop, maps, programs
+from feedback import loop, maps, programs, pushing
 from feedback.cache import Context
-from feedback.receipts import ReceiptError
+from feedback.pushing import ReceiptError
 from feedback.sites import Site, blocks, unembed
 
 FAMILIES = ("llama", "gpt2", "gemma2", "qwen2", "gpt_neox", "mistral")
@@ -135,7 +135,7 @@ def test_step_t_does_not_depend_on_how_many_steps_follow(tiny):
 def test_alpha_zero_is_bit_identical_to_no_hook(tiny, family, monkeypatch):
     model = tiny(family)
     hooked = run(model, constant(model, alpha=0.0, n=2))
-    monkeypatch.setattr("feedback.hooks._Add.apply", lambda self, hidden: None)
+    monkeypatch.setattr("feedback.pushing._Add.apply", lambda self, hidden: None)
     bare = run(model, constant(model, alpha=0.0, n=2))
     assert torch.equal(hooked.hidden, bare.hidden)
     model_only = recomputed(model, RAGGED[0], hooked.soft_tokens[:, 0])
@@ -293,8 +293,8 @@ def test_hooks_are_gone_after_an_exception_anywhere(tiny, where, monkeypatch):
             raise KeyboardInterrupt if where == "interrupt" else RuntimeError("planted")
         return original(*args, **kwargs)
 
-    target = "feedback.maps._expected_embedding" if where != "hook" else "feedback.hooks._Add.apply"
-    holder, name = (maps, "_expected_embedding") if where != "hook" else (hooks._Add, "apply")
+    target = "feedback.maps._expected_embedding" if where != "hook" else "feedback.pushing._Add.apply"
+    holder, name = (maps, "_expected_embedding") if where != "hook" else (pushing._Add, "apply")
     original = getattr(holder, name)
     monkeypatch.setattr(target, broken)
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
@@ -305,7 +305,7 @@ def test_hooks_are_gone_after_an_exception_anywhere(tiny, where, monkeypatch):
 
 def test_a_push_that_arrives_wrong_in_one_row_names_step_site_and_row(tiny, monkeypatch):
     model = tiny("llama")
-    original, calls = hooks._Add.apply, []
+    original, calls = pushing._Add.apply, []
 
     def sabotaged(self, hidden):
         changed = original(self, hidden)
@@ -314,7 +314,7 @@ def test_a_push_that_arrives_wrong_in_one_row_names_step_site_and_row(tiny, monk
             changed[1] += 0.5
         return changed
 
-    monkeypatch.setattr(hooks._Add, "apply", sabotaged)
+    monkeypatch.setattr(pushing._Add, "apply", sabotaged)
     with pytest.raises(ReceiptError, match=r"step 4, site model\.layers\.2, rows \[1\]"):
         run(model, constant(model))
 

@@ -117,7 +117,7 @@ def test_the_lens_takes_float32_states_of_a_bfloat16_model():
 def test_every_part_of_a_block_is_found_under_its_familys_name(tiny, family):
     module = tiny(family).module
     block, attn, mlp, norm = PATHS[family]
-    found = {at: resolve(module, Site(block=-2, at=at)) for at in sites.AT[:-1]}
+    found = {at: resolve(module, Site(block=-2, at=at)) for at in sites.AT[:4]}
     assert {at: site.path for at, site in found.items()} == {
         "block": block,
         "block_input": block,
