@@ -229,7 +229,7 @@ def lens_grid(panels: Sequence[LensPanel], path: Path, *, row_labels: Sequence[s
             shares = np.asarray(panel.probabilities, dtype=float)
             image = axes.imshow(shares, cmap=SHADES, vmin=0, vmax=1, aspect="auto", origin="lower")
             n_ranks = shares.shape[1]
-            letters = int((width - 1.6) / len(panels) / n_ranks / (0.602 * size / 72)) - 1
+            letters = int((width - 1.6) / len(panels) / n_ranks / (0.602 * size / 72)) - 2
             for (y, x), share in np.ndenumerate(shares):
                 piece = panel.tokens[y][x]
                 style = {"color": "white" if share > 0.7 else INK, "family": MONO, "size": size}

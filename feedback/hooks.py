@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput
 
 from feedback.audit import KINDS
@@ -31,7 +32,6 @@ HIDDEN_KEYWORDS = ("hidden_states", "input", "inputs_embeds", "x")
 REGISTRIES = (*KINDS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 _BACKWARD = REGISTRIES.index("_backward_hooks")
-CHECKPOINTING = "_gradient_checkpointing_func"
 
 Kind = Literal["forward_pre", "forward", "backward_pre", "backward"]
 
@@ -202,10 +202,10 @@ def located(module: nn.Module, site: Site) -> ResolvedSite:
                 "ignores hooks that come later; load the model without torch.compile"
             )
     for part in above[:-1]:
-        if part.training and getattr(part, "gradient_checkpointing", False) and hasattr(part, CHECKPOINTING):
+        if isinstance(part, GradientCheckpointingLayer) and part.training and part.gradient_checkpointing:
             raise HookError(
                 f"no hook at {found.path}: {type(part).__name__} around it uses gradient checkpointing, so the "
-                "backward pass runs the hook again; choose the block itself, or model.gradient_checkpointing_disable()"
+                "backward pass runs the hook again; choose the block itself, switch checkpointing off, or model.eval()"
             )
     return found
 

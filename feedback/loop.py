@@ -413,7 +413,7 @@ def _check(
     ):
         raise ValueError(
             "a differentiable loop over a model under gradient checkpointing: transformers drops the cache there, so "
-            "every step would forget the prompt; model.module.gradient_checkpointing_disable(), or model.module.eval()"
+            "every step would forget the prompt; switch checkpointing off, or model.module.eval()"
         )
     longest = max(map(len, prompts))
     if longest + n_steps > model.max_positions:

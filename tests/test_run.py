@@ -152,6 +152,14 @@ def test_a_list_of_alphas_measures_what_single_runs_measure(finished, tmp_path):
             assert row["kl_nats"] == pytest.approx(twin["kl_nats"], rel=1e-2)
 
 
+def test_in_bfloat16_the_result_shows_the_effective_alpha_beside_the_one_asked_for(tmp_path):
+    record = run.main(configured("alpha=1.3", "dtype=bfloat16", "hidden_bits.fit_messages=4"), tmp_path, None)
+    hard = record["summary"]["hard"]
+    assert hard["alpha"] == 1.3
+    assert hard["alpha_measured"] == pytest.approx(1.3, rel=0.05) and hard["alpha_measured"] != 1.3
+    assert 0 < record["receipts"]["hard"]["largest_error"] < 0.2
+
+
 def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "WANDB_MODE": "offline"}
     return subprocess.run(
