@@ -1,6 +1,7 @@
 """From settings to the library's objects: the only place where one becomes the other."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,14 +11,18 @@ from torch import Tensor
 
 from conf.schema import Config, ContextConfig
 from feedback import carriers as carrying
-from feedback import maps, programs
+from feedback import cells, logic, maps, programs
 from feedback.cache import Context
 from feedback.carriers import Carriers, Scale
+from feedback.cells import OperatingPoint
+from feedback.latch import Latch
+from feedback.logic import Circuit
 from feedback.maps import NamedMap, Norm
 from feedback.models import LanguageModel, ModelShape, ModelSpec
 from feedback.programs import Program, Scope
 from feedback.sites import Site, resolve, resolve_block, unembedding
 
+MAX_POSITIONS = {"oracle": 65536}  # of models without weights of their own; others have their limit
 NEEDED = {  # settings that a kind of carriers cannot do without
     "contrast_prompts": ("a", "b"),
     "contrast_soft_tokens": ("prompt", "a", "b"),
@@ -91,6 +96,9 @@ def model_spec(config: Config) -> ModelSpec:
         seed=model.seed,
         n_blocks=model.n_blocks,
         d_model=model.d_model,
+        max_positions=MAX_POSITIONS.get(model.kind, 512),
+        coupling=model.coupling,
+        field=model.field,
         dtype=config.dtype,
         device=config.device,
         cache=model.cache,
@@ -199,6 +207,61 @@ def program(
         case "ramp":
             return programs.ramp(vectors, 1.0, steps=steps, rows=pattern, dwell=settings.dwell, scope=scope)
     raise ValueError(f"program {settings.kind!r} does not exist; expected word, constant, pulse, pulse_train or ramp")
+
+
+def latch(config: Config, model: LanguageModel, generator: torch.Generator) -> Latch:
+    """The cell's token pair in its prompt, pushed along the one carrier at the site."""
+    return Latch(
+        model=model,
+        prompt=model.encode(config.cell.prompt),
+        a=carrying.token_id(model, config.cell.a),
+        b=carrying.token_id(model, config.cell.b),
+        site=site(config),
+        vector=carriers(config, model, 1, generator).scaled[0],
+        temperature=config.map.temperature,
+    )
+
+
+def operating_point(config: Config, latch: Latch, wires: bool = False) -> OperatingPoint:
+    """The cell as measured now: rests, pulse thresholds, and, where asked, what shares of a soft token do as much."""
+    settings = config.logic
+    point = cells.operating_point(
+        latch,
+        pulse_steps=settings.pulse_steps,
+        settle_steps=settings.settle_steps,
+        top=settings.top,
+        single=settings.single,
+    )
+    if wires:
+        wire_set, wire_reset = cells.wire_thresholds(latch, point)
+        point = replace(point, wire_set=wire_set, wire_reset=wire_reset)
+    return point
+
+
+def circuit(config: Config) -> Circuit:
+    """The netlist that ``circuit`` names, checked."""
+    told = config.circuit
+    parts = {"inputs": told.inputs, "cells": told.cells, "outputs": told.outputs, "truth": told.truth}
+    return logic.circuit(told.name, parts)
+
+
+def check_cell(config: Config) -> None:
+    """ValueError for settings of a latch, a gate or a circuit that cannot work, before a model is looked at."""
+    if config.context.kind != "prompt" or config.map.kind != "expected_embedding":
+        raise ValueError(
+            f"context={config.context.kind} map={config.map.kind}: a cell is a loop whose soft token is all it "
+            "remembers; use context=prompt map=expected_embedding"
+        )
+    if config.cell.a == config.cell.b:
+        raise ValueError(f"cell.a and cell.b are both {config.cell.a!r}: a latch needs two words")
+    for name in ("trials", "control_trials", "pulse_steps", "settle_steps", "ticks", "sequences"):
+        if getattr(config.logic, name) < 1:
+            raise ValueError(f"logic.{name}={getattr(config.logic, name)}: expected at least 1")
+    if not (config.logic.top > 0 and config.latch.top > 0 and config.logic.single > 1):
+        raise ValueError(
+            f"logic.top={config.logic.top}, latch.top={config.latch.top}, logic.single={config.logic.single}: expected "
+            "positive strengths, and more than one threshold for an input that is enough alone"
+        )
 
 
 def pushed_steps(config: Config) -> Bool[Tensor, " step"]:

@@ -9,13 +9,15 @@ from omegaconf import MISSING
 
 @dataclass
 class ModelConfig:
-    kind: str = MISSING  # smollm2 | hf | tiny
+    kind: str = MISSING  # smollm2 | hf | tiny | oracle
     name: str | None = None  # hf: name on the hub, or a folder
     revision: str | None = None  # hf: branch, tag or commit
     family: str = "llama"  # tiny: llama, gpt2, gemma2, qwen2, gpt_neox, mistral
-    seed: int = 0  # tiny: seed of the random weights
-    n_blocks: int = 4  # tiny
-    d_model: int = 32  # tiny
+    seed: int = 0  # tiny: seed of the random weights; oracle: of its directions
+    n_blocks: int = 4  # tiny, oracle
+    d_model: int = 32  # tiny, oracle
+    coupling: float = 4.0  # oracle: L of u' = tanh((b + L·u)/2)
+    field: float = 0.0  # oracle: b
     cache: str | None = None  # folder of converted weights; null: the user's cache folder
 
 
@@ -106,6 +108,79 @@ class AuditConfig:
 
 
 @dataclass
+class CellConfig:
+    prompt: str = MISSING  # what the loop reads before its soft token
+    a: str = MISSING  # the word, one token with its blank, that a high cell says
+    b: str = MISSING  # the word that a low cell says
+
+
+@dataclass
+class LatchConfig:
+    top: float = 40.0  # largest |α| of the search for thresholds; pulses are searched up to twice that
+    levels: int = 35  # of the slow sweep, each way
+    margin: float = 0.15  # how far the sweep goes beyond the static thresholds, in their distance
+    dwell: int = 2  # steps at each level of the quickest sweep
+    dwells: list[int] = field(default_factory=lambda: [1, 4, 16])  # how many times slower each sweep is
+    settle_steps: int = 30  # from A and from B to rest
+    static_steps: int = 40  # under a constant push, to see whether it switches
+    pulse_lengths: list[int] = field(default_factory=lambda: [1, 2, 5, 10])  # steps
+    hold_steps: int = 220  # without a push
+    hold_trials: int = 12  # per rest
+    noisy_sweeps: int = 6  # each way, at the quickest speed, for an interval around its thresholds
+    random_vectors: int = 5  # of the length of v, at three times the thresholds
+    control_pulse: int = 5  # steps of the pulses along them
+    other_blocks: list[int] | None = None  # where v is pushed as a control; null: half-way to the site, and the last
+    screen: bool = False  # rank pairs × prompts × blocks in place of measuring one
+    verified: int = 8  # screen: the best so many are measured at every block
+    pairs: list[list[str]] = field(
+        default_factory=lambda: [
+            [" cat", " dog"],
+            [" red", " blue"],
+            [" yes", " no"],
+            [" true", " false"],
+            [" up", " down"],
+            [" hot", " cold"],
+            [" king", " queen"],
+            [" north", " south"],
+            [" gold", " silver"],
+            [" sun", " moon"],
+            [" black", " white"],
+            [" left", " right"],
+        ]
+    )
+    templates: list[str] = field(
+        default_factory=lambda: [
+            "The switch is either{a} or{b}. State:{a}{a}{a}{a}; State:{b}{b}{b}{b}; State:",
+            "{a}{a}{a}{a}{a}\n{b}{b}{b}{b}{b}\n",
+            "Repeat the word.{a}{a}{a}.{b}{b}{b}.",
+        ]
+    )
+    blocks: list[int] = field(default_factory=lambda: [5, 10, 15, 20, 25])  # screen: where to push
+
+
+@dataclass
+class LogicConfig:
+    trials: int = 64  # noisy trials per row of a truth table
+    control_trials: int = 8  # per row, with the loop cut and along a random vector
+    pulse_steps: int = 5
+    settle_steps: int = 6
+    top: float = 80.0  # largest pulse in the search for the thresholds
+    single: float = 1.6  # pulse of an input that is enough alone, in thresholds
+    wires: str = "both"  # circuit: host | loop | both (loop where nothing is held)
+    ticks: int = 8  # circuits that hold: turns of a random input sequence
+    sequences: int = 16  # circuits that hold: how many sequences
+
+
+@dataclass
+class CircuitConfig:
+    name: str = ""
+    inputs: list[str] = field(default_factory=list)
+    cells: dict[str, Any] = field(default_factory=dict)  # name → weights, threshold, start, hold
+    outputs: dict[str, str] = field(default_factory=dict)  # output → cell
+    truth: dict[str, str] = field(default_factory=dict)  # output → expression over inputs (and outputs before)
+
+
+@dataclass
 class Config:
     name: str = MISSING  # which file of experiments/ runs
     alpha: Any = 2.0  # push strength, a number or a list (one batch), in units of carriers.scale
@@ -127,6 +202,10 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     hidden_bits: HiddenBitsConfig = field(default_factory=HiddenBitsConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    cell: CellConfig = field(default_factory=CellConfig)
+    latch: LatchConfig = field(default_factory=LatchConfig)
+    logic: LogicConfig = field(default_factory=LogicConfig)
+    circuit: CircuitConfig = field(default_factory=CircuitConfig)
 
 
 def register() -> None:

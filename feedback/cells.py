@@ -7,7 +7,7 @@ soft token of one cell is mixed into the next cell's input; nothing is read on t
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from feedback import loop, maps
 from feedback.latch import Latch, pulses, search
 from feedback.logic import Cell, Circuit, pulse_unit
+from feedback.trajectory import Trajectory
 
 Values = Mapping[str, Int[Tensor, " row"]]
 
@@ -32,6 +33,7 @@ class OperatingPoint:
 
     rest: Float[Tensor, "2 d_model"]  # soft tokens (low, high)
     u: tuple[float, float]  # u at rest
+    tokens: tuple[int, int]  # what the loop says at rest
     pulse_steps: int
     settle_steps: int
     set: float
@@ -56,7 +58,7 @@ class OperatingPoint:
 def operating_point(latch: Latch, *, pulse_steps: int, settle_steps: int, top: float, single: float) -> OperatingPoint:
     """Finds the rests, and the pulse thresholds up to ``top``. ValueError where there are no two rests, or no pulse up
     to ``top`` switches between them: then it is no cell."""
-    u, rest = latch.settle(max(4 * settle_steps, 20))
+    u, rest, said = latch.settle(max(4 * settle_steps, 20))
     low, high = u[-1].tolist()
     if not low < 0 < high:
         raise ValueError(
@@ -79,7 +81,7 @@ def operating_point(latch: Latch, *, pulse_steps: int, settle_steps: int, top: f
             "a stronger or longer pulse, or another site or vector"
         )
     set_at, reset_at = sizes
-    return OperatingPoint(rest, (low, high), pulse_steps, settle_steps, set_at, reset_at, single)
+    return OperatingPoint(rest, (low, high), said, pulse_steps, settle_steps, set_at, reset_at, single)
 
 
 @dataclass(frozen=True)
@@ -203,18 +205,11 @@ class Bank:
                 for source, weight in cell.weights.items():
                     if source in cells:
                         weights[names.index(name), names.index(source)] = weight * point.wire(cell)
-            wired = maps.wired(self.latch.map, weights, point.rest[0])
-            for steps, inner in ((point.pulse_steps, wired), (point.settle_steps, self.latch.map)):
-                told = self.latch.run(
-                    soft,
-                    (amounts.flatten() if inner is wired else torch.zeros(len(soft))).expand(steps, -1),
-                    sigma=self.sigma,
-                    randomness=loop.Randomness(next(self._seeds)),
-                    feedback_map=inner,
-                    progress=self.progress,
-                )
+            for told in linked(
+                self.latch, point, soft, weights, amounts.flatten(), self.sigma, self._seeds, self.progress
+            ):
                 soft, u = self.latch.next(told), self.latch.read(told.hidden[-1]).cpu()
-                self.steps += steps
+                self.steps += told.n_steps
         bits = (u > 0).long().unflatten(0, (rows, len(names)))
         return {name: bits[:, number] for number, name in enumerate(names)}
 
@@ -227,15 +222,35 @@ def wire_thresholds(latch: Latch, point: OperatingPoint, top: float = 4.0) -> tu
         weights = torch.zeros(len(shares), 2, 2)  # in each trial the second cell listens to the first
         weights[:, 1, 0] = shares
         start = torch.tensor([1, 0] * len(amounts[0]) + [1, 1] * len(amounts[1]))
-        soft = point.rest[start]
-        for steps, inner in (
-            (point.pulse_steps, maps.wired(latch.map, weights, point.rest[0])),
-            (point.settle_steps, latch.map),
-        ):
-            told = latch.run(soft, torch.zeros(steps, len(soft)), feedback_map=inner)
-            soft = latch.next(told)
+        *_, told = linked(latch, point, point.rest[start], weights, torch.zeros(len(start)))
         up = latch.read(told.hidden[-1])[1::2] > 0
         return torch.stack([up[: len(amounts[0])], ~up[len(amounts[0]) :]])
 
     set_share, reset_share = search(attempt, 2, top)
     return set_share, reset_share
+
+
+def linked(
+    latch: Latch,
+    point: OperatingPoint,
+    soft: Float[Tensor, "row d_model"],
+    weights: Float[Tensor, "*trial cell source"],
+    amounts: Float[Tensor, " row"],
+    sigma: float = 0.0,
+    seeds: Iterator[int] = count(),  # noqa: B008 (without noise nobody looks)
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Trajectory]:
+    """The pulse, with soft tokens mixed along ``weights`` at each of its steps, then the settling without either."""
+    first = maps.mixed(soft, weights, point.rest[0])
+    inner = maps.wired(latch.map, weights, point.rest[0])
+    for steps, strength in ((point.pulse_steps, amounts), (point.settle_steps, torch.zeros_like(amounts))):
+        told = latch.run(
+            first,
+            strength.expand(steps, -1),
+            sigma=sigma,
+            randomness=loop.Randomness(next(seeds)),
+            feedback_map=inner,
+            progress=progress,
+        )
+        yield told
+        first, inner = latch.next(told), latch.map

@@ -159,6 +159,96 @@ def lines(
         return _write(figure, path)
 
 
+def hysteresis(
+    branches: Mapping[str, tuple[Numbers, Numbers]],
+    path: Path,
+    *,
+    measured: tuple[float, float],
+    predicted: Sequence[Sequence[float]],
+    title: str,
+) -> Path:
+    """u against α, a line per branch of a sweep with its direction; (reset, set) as measured under constant pushes, and
+    the range in which theory puts each. Branches of one speed, up and down, stand next to each other."""
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(8.5, 4.8)
+        axes = figure.subplots()
+        for index, (label, (alphas, us)) in enumerate(branches.items()):
+            x, y = _numbers(alphas), _numbers(us)
+            colour = PALETTE[index // 2 % len(PALETTE)]
+            axes.plot(x, y, color=colour, lw=1.5, ls="-" if index % 2 == 0 else (0, (4, 1.5)), label=_phrase(label))
+            middle = len(x) // 2
+            arrow = {"arrowstyle": "->", "color": colour, "lw": 1.6}
+            axes.annotate("", (x[middle + 1], y[middle + 1]), (x[middle], y[middle]), arrowprops=arrow, zorder=9)
+        for name, value, band in zip(("resets", "sets"), measured, predicted, strict=True):
+            ends = [b for b in band if np.isfinite(b)]
+            if len(ends) == 2:
+                label = "predicted from L and b" if name == "sets" else "_"
+                axes.axvspan(min(ends), max(ends), color=FAINT, alpha=0.18, lw=0, label=label, zorder=1)
+            if np.isfinite(value):
+                axes.axvline(value, color=INK, lw=1, ls=(0, (4, 2)), zorder=2)
+                axes.annotate(f"{name} {value:.1f}", (value, 0), xytext=(4, 4), textcoords="offset points", fontsize=9)
+        axes.set_xlabel("α", parse_math=False)
+        axes.set_ylabel("u: −1 is B, +1 is A", parse_math=False)
+        axes.set_ylim(-1.08, 1.08)
+        axes.legend(loc="center left", frameon=False, fontsize=9)
+        _title(axes, title)
+        return _write(figure, path)
+
+
+def truth_tables(
+    gates: Mapping[str, Float[np.ndarray, "input"]], wanted: Mapping[str, Sequence[int]], path: Path, *, title: str
+) -> Path:
+    """A panel of gates, each a 2 × 2 square over (a, b) shaded by the share of trials that read 1; a ring where 1 is
+    right, a cross where a majority is wrong."""
+    columns = 4
+    lines_ = -(-len(gates) // columns)
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(7.6, 0.6 + 1.75 * lines_)
+        grid = figure.subplots(lines_, columns, squeeze=False)
+        for axes in grid.flat[len(gates) :]:
+            axes.set_visible(False)
+        for axes, (name, shares) in zip(grid.flat, gates.items(), strict=False):
+            square = np.asarray(shares, dtype=float).reshape(2, 2)
+            axes.imshow(square, cmap=SHADES, vmin=0, vmax=1)
+            for (a, b), share in np.ndenumerate(square):
+                right = int(wanted[name][2 * a + b])
+                ink = "white" if share > 0.6 else INK
+                axes.text(b, a, f"{share:.2f}", ha="center", va="center", color=ink, fontsize=9, parse_math=False)
+                if right:
+                    axes.add_patch(Rectangle((b - 0.44, a - 0.44), 0.88, 0.88, fill=False, ec=PALETTE[1], lw=1.6))
+                if (share > 0.5) != bool(right):
+                    axes.plot(b, a, marker="x", ms=26, mew=2, color=PALETTE[1])
+            axes.set_xticks((0, 1), ("b=0", "1"), fontsize=8)
+            axes.set_yticks((0, 1), ("a=0", "1"), fontsize=8)
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+            axes.set_title(_phrase(name), parse_math=False, fontsize=9.5, weight="normal", loc="center")
+        figure.suptitle(_phrase(title), parse_math=False, fontweight="bold", x=0.01, ha="left")
+        figure.supxlabel("share of trials that read 1; framed: should be 1", size=9, color=FAINT)
+        return _write(figure, path)
+
+
+def traces(
+    groups: Mapping[str, Float[np.ndarray, "row step"]], path: Path, *, push_until: int, title: str, ylabel: str = "u"
+) -> Path:
+    """One panel per group of rows, a thin line per row, the pushed steps shaded."""
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(8.5, 3.2)
+        row = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+        for index, (axes, (label, values)) in enumerate(zip(row, groups.items(), strict=True)):
+            steps = np.arange(1, values.shape[1] + 1)
+            axes.axvspan(0.5, push_until + 0.5, color=FAINT, alpha=0.15, lw=0)
+            for one in values:
+                axes.plot(steps, one, color=PALETTE[index % len(PALETTE)], lw=0.7, alpha=0.5)
+            axes.axhline(0, color=FAINT, lw=0.8, ls=(0, (2, 2)))
+            axes.set_ylim(-1.08, 1.08)
+            axes.set_xlabel("step")
+            axes.set_title(_phrase(label), parse_math=False, fontsize=10, weight="normal")
+        row[0].set_ylabel(_phrase(ylabel), parse_math=False)
+        figure.suptitle(_phrase(title), parse_math=False, fontweight="bold", x=0.01, ha="left")
+        return _write(figure, path)
+
+
 def transcripts(rows: Sequence[Mapping[str, Any]], path: Path, *, max_steps: int = 64) -> Path:
     """The token of every step, the unpushed run's above the pushed run's, differences shaded.
 

@@ -171,10 +171,12 @@ class Latch:
         after_a, after_b = differs[:n], differs[n:]
         return Coupling(torch.tensor(alphas, dtype=torch.float64), (after_a - after_b) / 2, (after_a + after_b) / 2)
 
-    def settle(self, steps: int, sigma: float = 0.0) -> tuple[Float[Tensor, "step 2"], Float[Tensor, "2 d_model"]]:
-        """From B and from A, unpushed: u at every step, and the soft tokens they come to rest at (low, high)."""
-        told = self.run(self.tokens(torch.tensor([False, True])), torch.zeros(steps, 2), sigma=sigma)
-        return self.read(told.hidden), self.next(told)
+    def settle(self, steps: int) -> tuple[Float[Tensor, "step 2"], Float[Tensor, "2 d_model"], tuple[int, int]]:
+        """From B and from A, unpushed: u at every step, the soft tokens they come to rest at (low, high), and what the
+        loop says there."""
+        told = self.run(self.tokens(torch.tensor([False, True])), torch.zeros(steps, 2))
+        low, high = told.tokens[-1].tolist()
+        return self.read(told.hidden), self.next(told), (low, high)
 
 
 def pulses(amounts: Float[Tensor, " row"], length: int, steps: int) -> Float[Tensor, "step row"]:
@@ -184,20 +186,12 @@ def pulses(amounts: Float[Tensor, " row"], length: int, steps: int) -> Float[Ten
     return strength
 
 
-def staircase(top: float, levels: int, dwell: int) -> Float[Tensor, " step"]:
-    """−top → +top → −top in ``levels`` levels each way, ``dwell`` steps at each; the top level comes once."""
-    up = torch.linspace(-top, top, levels)
-    return torch.cat([up, up.flip(0)[1:]]).repeat_interleave(dwell)
-
-
-def switches(strength: Float[Tensor, " step"], u: Float[Tensor, " step"]) -> tuple[float, float]:
-    """Where a staircase's u crosses 0 upwards on the way up and downwards on the way down, as α; NaN for nowhere."""
-    peak = int(strength.argmax())
-    up = torch.nonzero((u[: peak + 1] > 0) & (torch.cat([u[:1], u[:peak]]) <= 0))
-    down = torch.nonzero((u[peak + 1 :] < 0) & (u[peak:-1] >= 0))
-    rise = strength[up[0, 0]].item() if len(up) else math.nan
-    fall = strength[peak + 1 + down[0, 0]].item() if len(down) else math.nan
-    return rise, fall
+def crossing(strength: Float[Tensor, " step"], u: Float[Tensor, " step"]) -> float:
+    """The α at which u has first changed its sign for good; NaN where it never does."""
+    sign = u > 0
+    if sign[0] == sign[-1]:
+        return math.nan
+    return strength[int((sign != sign[-1]).nonzero()[-1]) + 1].item()
 
 
 def threshold(amounts: Float[Tensor, " amount"], switched: Bool[Tensor, " amount"]) -> tuple[float, float]:

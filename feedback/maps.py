@@ -334,8 +334,17 @@ def wired(
 
 def _wired(turn: Turn, inner: FeedbackMap, weights: Tensor, reference: Tensor) -> Fed:
     vector, fed = _call(inner, turn)
+    return mixed(vector, weights, reference), fed
+
+
+def mixed(
+    vector: Float[Tensor, "row d_model"],
+    weights: Float[Tensor, "*trial cell source"],
+    reference: Float[Tensor, "*one d_model"],
+) -> Float[Tensor, "row d_model"]:
+    """What :func:`wired` makes of the vectors of all cells."""
     cells = vector.unflatten(0, (-1, weights.shape[-1])) - reference.to(vector)
-    return vector + (weights.to(vector) @ cells).flatten(0, 1), fed
+    return vector + (weights.to(vector) @ cells).flatten(0, 1)
 
 
 def last_hidden(norm: Norm = "keep") -> NamedMap:
