@@ -125,7 +125,7 @@ class LatchConfig:
     static_steps: int = 40  # under a constant push, to see whether it switches
     pulse_lengths: list[int] = field(default_factory=lambda: [1, 2, 5, 10])  # steps
     hold_steps: int = 220  # without a push
-    hold_trials: int = 12  # per rest
+    hold_trials: int = 8  # per rest
     noisy_sweeps: int = 6  # each way, at the quickest speed, for an interval around its thresholds
     random_vectors: int = 5  # of the length of v, at three times the thresholds
     control_pulse: int = 5  # steps of the pulses along them

@@ -26,7 +26,7 @@ from feedback.results import Result
 from feedback.sites import Site, resolve, unembed
 from feedback.tracking import Tracker
 
-LEVELS = 15  # amounts tried at once in a search for a threshold, in two rounds
+LEVELS, ROUNDS = 8, 3  # of a search for a threshold: amounts tried at once, how often that is refined
 
 
 def check(config: Config, shape: ModelShape) -> None:
@@ -76,8 +76,7 @@ def measure(
 ) -> Result:
     """Everything about one latch. ValueError, with the measured L, where there are no two rests."""
     settings, top = config.latch, config.latch.top
-    sweep_steps = settings.levels * settings.dwell * max(settings.dwells)
-    with tqdm(total=sweep_steps + settings.hold_steps, unit="step", disable=config.quiet or None, leave=False) as bar:
+    with tqdm(unit="step", disable=config.quiet or None, leave=False) as bar:
         theory = predict(cell, top)
         u, rest, _ = cell.settle(settings.settle_steps)
         low, high = u[-1].tolist()
@@ -90,7 +89,7 @@ def measure(
             )
         bar.set_description("thresholds")
         set_at, reset_at = static_thresholds(cell, rest, top, settings.static_steps)
-        by_length = pulse_thresholds(cell, rest, settings.pulse_lengths, 2 * top, settings.settle_steps // 2)
+        by_length = pulse_thresholds(cell, rest, settings.pulse_lengths, 2 * top, settings.settle_steps // 3)
         if not (math.isfinite(set_at) and math.isfinite(reset_at)):
             raise ValueError(
                 f"no push up to latch.top={top:g} {'sets' if math.isinf(set_at) else 'resets'} this latch at "
@@ -129,7 +128,7 @@ def measure(
             "sigma": config.noise,
             "unit": "mean length of an embedding row, per coordinate / sqrt(d_model)",
         },
-        "resolution": {"alpha_set": top / 400, "sweep": 2 * top / (settings.levels - 1)},
+        "resolution": {"alpha_set": top / LEVELS**ROUNDS, "sweep": (levels[1] - levels[0]).item()},
         "semantics": "autonomous: the cache is cut back to the prompt after every step",
     }
     path = figures.hysteresis(
@@ -180,7 +179,7 @@ def static_thresholds(cell: Latch, rest: Float[Tensor, "2 d_model"], top: float,
         up = cell.read(told.hidden[-1]) > 0
         return torch.stack([up[:n], ~up[n:]])
 
-    set_at, reset_at = search(attempt, 2, top, LEVELS)
+    set_at, reset_at = search(attempt, 2, top, LEVELS, ROUNDS)
     return set_at, reset_at
 
 
@@ -201,21 +200,24 @@ def pulse_thresholds(
         up = cell.read(cell.run(start, torch.cat(parts, dim=1)).hidden[-1]) > 0
         return up.view(groups, n) == (signs[:, None] > 0).to(up.device)
 
-    found = search(attempt, 2 * len(lengths), top, LEVELS)
+    found = search(attempt, 2 * len(lengths), top, LEVELS, ROUNDS)
     return {length: (found[2 * i], found[2 * i + 1]) for i, length in enumerate(lengths)}
 
 
 def sweep(
     config: Config, cell: Latch, rest: Float[Tensor, "2 d_model"], levels: Float[Tensor, " level"], bar: Any
 ) -> tuple[list[dict[str, Any]], dict[int, dict[str, float]]]:
-    """Up from the low rest and down from the high one at every speed, as one batch without noise."""
+    """Up from the low rest and down from the high one at every speed, as one batch without noise. The quickest sweep
+    goes through all levels, slower ones begin in the middle, where both rests are."""
     settings = config.latch
-    longest = len(levels) * settings.dwell * max(settings.dwells)
-    stairs = [
-        course.repeat_interleave(settings.dwell * times)
-        for times in settings.dwells
-        for course in (levels, levels.flip(0))
-    ]
+    middle = (levels[0] + levels[-1]) / 2
+    stairs = []
+    for times in settings.dwells:
+        rising, falling = levels, levels.flip(0)
+        if times != min(settings.dwells):
+            rising, falling = levels[levels >= middle], levels[levels <= middle].flip(0)
+        stairs += [course.repeat_interleave(settings.dwell * times) for course in (rising, falling)]
+    longest = max(map(len, stairs))
     strength = torch.stack([torch.cat([s, s[-1:].expand(longest - len(s))]) for s in stairs], dim=1)
     start = rest[torch.tensor([0, 1] * len(settings.dwells))]
     told = cell.run(start, strength, progress=lambda rows: bar.update(1))

@@ -26,7 +26,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
-from matplotlib.patches import Rectangle
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; the pale yellow is left out.
@@ -172,25 +173,27 @@ def hysteresis(
     with matplotlib.rc_context(STYLE):
         figure = _figure(8.5, 4.8)
         axes = figure.subplots()
+        key: list[Any] = []
         for index, (label, (alphas, us)) in enumerate(branches.items()):
             x, y = _numbers(alphas), _numbers(us)
-            colour = PALETTE[index // 2 % len(PALETTE)]
-            axes.plot(x, y, color=colour, lw=1.5, ls="-" if index % 2 == 0 else (0, (4, 1.5)), label=_phrase(label))
+            colour, dash = PALETTE[index // 2 % len(PALETTE)], "-" if index % 2 == 0 else (0, (4, 1.5))
+            axes.plot(x, y, color=colour, lw=1.5, ls=dash)
+            key.append(Line2D([], [], color=colour, lw=1.5, ls=dash, label=_phrase(label)))
             middle = len(x) // 2
             arrow = {"arrowstyle": "->", "color": colour, "lw": 1.6}
             axes.annotate("", (x[middle + 1], y[middle + 1]), (x[middle], y[middle]), arrowprops=arrow, zorder=9)
-        for name, value, band in zip(("resets", "sets"), measured, predicted, strict=True):
-            ends = [b for b in band if np.isfinite(b)]
+        for value, band in zip(measured, predicted, strict=True):
+            ends = [end for end in band if np.isfinite(end)]
             if len(ends) == 2:
-                label = "predicted from L and b" if name == "sets" else "_"
-                axes.axvspan(min(ends), max(ends), color=FAINT, alpha=0.18, lw=0, label=label, zorder=1)
-            if np.isfinite(value):
-                axes.axvline(value, color=INK, lw=1, ls=(0, (4, 2)), zorder=2)
-                axes.annotate(f"{name} {value:.1f}", (value, 0), xytext=(4, 4), textcoords="offset points", fontsize=9)
+                axes.axvspan(min(ends), max(ends), color=FAINT, alpha=0.3, lw=0, zorder=1)
+            axes.axvline(value, color=INK, lw=1, ls=(0, (1, 1.5)), zorder=2)
+        told = f"resets {measured[0]:.1f}, sets {measured[1]:.1f} (constant push)"
+        key.append(Line2D([], [], color=INK, lw=1, ls=(0, (1, 1.5)), label=_phrase(told)))
+        key.append(Patch(color=FAINT, alpha=0.3, lw=0, label="predicted from L and b"))
         axes.set_xlabel("α", parse_math=False)
         axes.set_ylabel("u: −1 is B, +1 is A", parse_math=False)
         axes.set_ylim(-1.08, 1.08)
-        axes.legend(loc="center left", frameon=False, fontsize=9)
+        axes.legend(handles=key, loc="center", frameon=False, fontsize=9)
         _title(axes, title)
         return _write(figure, path)
 

@@ -41,7 +41,7 @@ def rests(coupling: float, bias: float) -> list[float]:
     def excess(u: float) -> float:
         return math.tanh((bias + coupling * u) / 2) - u
 
-    bends = [0.0] if coupling <= 2 else []
+    bends: list[float] = []
     if coupling > 2:  # excess rises only between these two points
         turn = 2 * math.acosh(math.sqrt(coupling / 2))
         bends = sorted(((-turn - bias) / coupling, (turn - bias) / coupling))
@@ -49,7 +49,7 @@ def rests(coupling: float, bias: float) -> list[float]:
     found = []
     for low, high in pairwise(ends):
         if low < high and excess(low) >= 0 >= excess(high):
-            found.append(brentq(excess, low, high, xtol=1e-15) if excess(low) * excess(high) < 0 else low)
+            found.append(brentq(excess, low, high, xtol=1e-15))
     return [u for u in sorted(set(found)) if coupling / 2 * (1 - u * u) <= 1 + 1e-9]
 
 
@@ -94,8 +94,8 @@ class Latch:
 
     def read(self, hidden: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes"]:
         """u, the one readout of every experiment: from the logits of A and B, fixed before anything is run."""
-        logits = unembed(self.model.module, hidden)
-        return mixture_coordinate(logits, self.a, self.b, self.temperature)
+        logits = unembed(self.model.module, hidden, [self.a, self.b])
+        return mixture_coordinate(logits, 0, 1, self.temperature)
 
     def tokens(self, which: Bool[Tensor, " row"]) -> Float[Tensor, "row d_model"]:
         """A as a soft token where ``which``, else B."""
@@ -166,8 +166,8 @@ class Latch:
         n = len(alphas)
         strength = torch.tensor(alphas, dtype=torch.float32).repeat(2)[None]
         told = self.run(self.tokens(torch.arange(2 * n) < n), strength)
-        logits = unembed(self.model.module, told.hidden[-1]).double()
-        differs = ((logits[:, self.a] - logits[:, self.b]) / self.temperature).cpu()
+        logits = unembed(self.model.module, told.hidden[-1], [self.a, self.b]).double()
+        differs = ((logits[:, 0] - logits[:, 1]) / self.temperature).cpu()
         after_a, after_b = differs[:n], differs[n:]
         return Coupling(torch.tensor(alphas, dtype=torch.float64), (after_a - after_b) / 2, (after_a + after_b) / 2)
 

@@ -5,6 +5,7 @@ and falls back to their shape; :func:`feedback.models.load` checks the answer on
 ``lens(last block) == logits``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -163,14 +164,24 @@ def unembedding(module: PreTrainedModel) -> nn.Module:
     return head
 
 
-def unembed(module: PreTrainedModel, hidden: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes vocab"]:
-    """The logits of hidden states after the final norm, the family's scaling and capping included.
+def unembed(
+    module: PreTrainedModel, hidden: Float[Tensor, "*axes d_model"], tokens: Sequence[int] | None = None
+) -> Float[Tensor, "*axes vocab"]:
+    """The logits of hidden states after the final norm, the family's scaling and capping included; of all tokens, or of
+    ``tokens`` in their order.
 
     A function of the weights alone: hooks on the modules it uses do not fire. ``hidden`` is taken
     to the dtype of the weights; the logits are differentiable in it.
     """
     head, config = unembedding(module), module.config.get_text_config()
-    logits = head.forward(hidden.to(next(head.parameters()).dtype))
+    hidden = hidden.to(next(head.parameters()).dtype)
+    if tokens is None:
+        logits = head.forward(hidden)
+    elif type(head) is nn.Linear:
+        rows = torch.as_tensor(tokens, device=head.weight.device)
+        logits = nn.functional.linear(hidden, head.weight[rows], None if head.bias is None else head.bias[rows])
+    else:
+        logits = head.forward(hidden)[..., list(tokens)]
     if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits = logits * factor
     if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite

@@ -352,3 +352,44 @@ def test_drawing_leaves_matplotlib_as_it_was_and_gives_the_same_bytes_again(
     two = ber(table(ARMS, [1, 2, 3]), tmp_path / "2")
     assert matplotlib.rcParams["axes.titlesize"] == 31.0
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_hysteresis_shows_every_branch_the_thresholds_and_the_prediction(tmp_path: Path, drawn: list[Figure]) -> None:
+    branches = {
+        "up, 2 steps a level": ([-1.0, 0.0, 1.0, 2.0], [-0.9, -0.8, -0.5, 0.9]),
+        "down, 2 steps a level": ([2.0, 1.0, 0.0, -1.0], [0.9, 0.8, 0.5, -0.9]),
+    }
+    path = figures.hysteresis(
+        branches, tmp_path / "h.png", measured=(-0.8, 1.6), predicted=[[-0.9, -0.7], [NAN, 1.7]], title="cat or dog"
+    )
+    assert min(size(path)) > 500
+    (axes,) = drawn[0].axes
+    assert [list(line.get_ydata()) for line in axes.lines[:1]] == [[-0.9, -0.8, -0.5, 0.9]]
+    assert sum(list(line.get_xdata()) in ([-0.8, -0.8], [1.6, 1.6]) for line in axes.lines) == 2
+    assert len(axes.patches) == 1  # a band of which one end is unknown is none
+    assert {*branches, "resets -0.8, sets 1.6 (constant push)", "predicted from L and b", "cat or dog"} <= set(
+        words(drawn[0])
+    )
+
+
+def test_truth_tables_write_the_share_in_its_square_frame_what_is_right_and_cross_what_is_wrong(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    shares = {"AND": np.array([0.0, 0.1, 0.2, 0.9]), "OR": np.array([0.0, 1.0, 0.3, 1.0])}
+    wanted = {"AND": (0, 0, 0, 1), "OR": (0, 1, 1, 1)}
+    figures.truth_tables(shares, wanted, tmp_path / "t.png", title="Gates")
+    first, second = (axes for axes in drawn[0].axes if axes.get_visible())
+    assert [text.get_text() for text in first.texts] == ["0.00", "0.10", "0.20", "0.90"]
+    assert [text.get_position() for text in first.texts] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert (len(first.patches), len(second.patches)) == (1, 3)
+    assert (len(first.lines), len(second.lines)) == (0, 1)  # OR of 1, 0 is wrong more often than not
+
+
+def test_traces_draw_a_line_per_row_and_shade_the_pushed_steps(tmp_path: Path, drawn: list[Figure]) -> None:
+    groups = {"0, 0": np.full((3, 6), -0.9), "1, 1": np.linspace(-0.9, 0.9, 18).reshape(3, 6)}
+    figures.traces(groups, tmp_path / "u.png", push_until=2, title="NAND")
+    for axes, values in zip(drawn[0].axes, groups.values(), strict=True):
+        own = [line for line in axes.lines if len(line.get_xdata()) == 6]
+        assert np.allclose([line.get_ydata() for line in own], values)
+        (shade,) = axes.patches
+        assert (shade.get_x(), shade.get_x() + shade.get_width()) == (0.5, 2.5)

@@ -430,3 +430,45 @@ def test_a_push_at_every_kind_of_site_arrives_in_every_step(tiny, at):
     told = run(model, constant(model, alpha=1.5), site=Site(1, at))
     torch.testing.assert_close(told.pushed, torch.full((STEPS, 3, 1), 1.5), atol=1e-4, rtol=0)
     assert told.meta["site"] == {"block": 1, "at": at, "path": told.meta["site"]["path"]}
+
+
+def test_a_first_soft_token_is_read_at_step_1_as_it_is_and_the_rest_follows_from_it(tiny):
+    model = exact(tiny, "llama")
+    first = torch.randn(3, model.d_model, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    told = run(model, constant(model, alpha=0.0), first=first, context=Context("prompt"), max_rows=2)
+    assert torch.equal(told.soft_tokens[0], first)
+    assert told.entropy[0].isnan().all() and told.entropy[1:].isfinite().all()
+    z = logits(model, told)[0]
+    close(told.soft_tokens[1], torch.softmax(z.float(), -1).double() @ model.embedding)
+
+
+def test_in_context_prompt_a_run_is_continued_by_its_next_soft_token(tiny):
+    model = exact(tiny, "llama")
+    whole = run(model, constant(model), context=Context("prompt"))
+    later = run(model, constant(model, steps=3), first=whole.soft_tokens[3], context=Context("prompt"))
+    close(later.hidden, whole.hidden[3:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_prompt_of_vectors_does_what_its_tokens_do_beside_others_of_another_length(tiny, family):
+    model = exact(tiny, family)
+    ids = [model.encode(p) for p in RAGGED]
+    program = constant(model, alpha=0.5)
+    told = loop.run(model, ids, program, feedback_map=maps.expected_embedding())
+    mixed = [ids[0], model.embedding[torch.tensor(ids[1])], model.embedding[torch.tensor(ids[2])]]
+    again = loop.run(model, mixed, program, feedback_map=maps.expected_embedding())
+    close(again.hidden, told.hidden)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"first": torch.zeros(2, 32)}, r"first is \(2, 32\); expected \(row, d_model\) = \(3, 32\)"),
+        ({"prompts": (torch.zeros(4, 7), "A", "B")}, r"prompt 0 is \(4, 7\); expected \(position, d_model = 32\)"),
+    ],
+)
+def test_vectors_of_another_shape_are_refused(tiny, settings, message):
+    model = tiny("llama")
+    prompts = [p if isinstance(p, torch.Tensor) else model.encode(p) for p in settings.pop("prompts", RAGGED)]
+    with pytest.raises(ValueError, match=message):
+        loop.run(model, prompts, constant(model), feedback_map=maps.expected_embedding(), **settings)

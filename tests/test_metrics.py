@@ -374,3 +374,13 @@ def test_the_half_life_is_infinite_when_never_reached_and_undefined_with_nothing
 def test_the_half_life_needs_a_step() -> None:
     with pytest.raises(ValueError, match="got no step"):
         metrics.half_life(torch.zeros(0, 3))
+
+
+def test_the_interval_of_a_mean_covers_the_true_mean_about_as_often_as_it_says():
+    draw = generator(1)
+    values = torch.randn(400, 30, generator=draw, dtype=torch.float64) + 2.0
+    interval = metrics.mean_interval(values, draw)
+    assert 0.90 <= interval.contains(2.0).double().mean() <= 0.97
+    assert ((interval.high - interval.low) > 0).all()
+    single = metrics.mean_interval(torch.tensor([3.0]), draw)
+    assert single.low == single.high == 3.0

@@ -168,3 +168,45 @@ def test_the_readmes_library_example_runs_and_prints_what_it_says(capsys):
     said = capsys.readouterr().out
     (promised,) = re.findall(r"^# prints: (.*)$", code, flags=re.MULTILINE)
     assert said.strip() == promised.strip()
+
+
+def cell_job(tmp_path, name, *overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        overrides = [f"experiment={name}", "quiet=true", "tracking=disabled", *overrides]
+        config = OmegaConf.to_object(compose("config", overrides))
+    return run.main(config, tmp_path, None)["summary"]
+
+
+def test_the_soft_loop_of_cat_and_dog_is_a_latch_with_the_hysteresis_that_theory_predicts(tmp_path):
+    """Set and reset by a constant push at block 15, slow sweeps, 200 unpushed steps under noise, random vectors."""
+    quick = ["latch.pulse_lengths=[5]", "latch.hold_trials=4", "latch.noisy_sweeps=1", "latch.other_blocks=[29]"]
+    s = cell_job(tmp_path, "latch", *quick)
+    assert s["coupling_L"] > 2 and abs(s["field_b"]) < s["critical_field"]
+    assert s["rest_u"] == pytest.approx(s["predicted_rest_u"], abs=0.02)
+    assert s["alpha_set"] == pytest.approx(22, rel=0.3)
+    assert s["alpha_set"] == pytest.approx(s["predicted_alpha_set"], rel=0.3)
+    assert -8 < s["alpha_reset"] < 0  # -3.5 under a constant push, -7.5 to -4.5 in sweeps
+    assert s["width_by_dwell"]["16"] >= 0.8 * s["width_by_dwell"]["1"]
+    assert s["hold_censored"] and s["hold_steps"] >= 200
+    assert s["minus_v_switches"] == 0
+    assert s["random_v_switches"] <= 2  # of 20 at three times the thresholds, 40 % of the residual length: 1 was seen
+    assert s["other_blocks"]["29"]["alpha_set"] == float(
+        "inf"
+    )  # behind the last block there is no way back into the loop
+
+
+def test_all_sixteen_logic_gates_are_right_in_64_of_64_noisy_trials_of_every_row(tmp_path):
+    s = cell_job(tmp_path, "hidden_logic", "logic.control_trials=2")
+    assert s["gates_correct"] == 16
+    assert s["worst_row_low"] >= 0.94
+    assert min(gate["level_restored"] for gate in s["gates"].values()) > 0.9
+    assert s["controls"]["linear_readout_of_inputs"]["XOR"] <= 0.75
+    assert s["controls"]["loop_cut"]["gates_correct"] == 0
+
+
+@pytest.mark.parametrize("circuit", ["full_adder", "counter_2"])
+def test_circuits_are_right_on_every_row_with_the_host_as_the_wire(tmp_path, circuit):
+    quick = ["logic.trials=4", "logic.ticks=4", "logic.sequences=6", "logic.wires=host"]
+    s = cell_job(tmp_path, "circuit", f"circuit={circuit}", *quick)
+    assert s["correct_rows"] == s["rows"]
+    assert s["random_v"]["correct_rows"] < s["rows"]

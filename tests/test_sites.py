@@ -217,3 +217,11 @@ def test_a_model_without_blocks_or_without_a_clear_final_norm_is_refused():
     del module.transformer.blocks
     with pytest.raises(ValueError, match="no list of 4 decoder blocks found in MptForCausalLM"):
         sites.blocks(module)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_logits_of_some_tokens_are_those_of_all_scaling_and_capping_included(tiny, family):
+    module = tiny(family).module
+    hidden = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
+    tokens = [200, 3, 77]
+    torch.testing.assert_close(sites.unembed(module, hidden, tokens), sites.unembed(module, hidden)[..., tokens])
