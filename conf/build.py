@@ -1,7 +1,6 @@
 """From settings to the library's objects: the only place where one becomes the other."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -232,10 +231,7 @@ def operating_point(config: Config, latch: Latch, wires: bool = False) -> Operat
         top=settings.top,
         single=settings.single,
     )
-    if wires:
-        wire_set, wire_reset = cells.wire_thresholds(latch, point)
-        point = replace(point, wire_set=wire_set, wire_reset=wire_reset)
-    return point
+    return cells.with_wires(latch, point) if wires else point
 
 
 def circuit(config: Config) -> Circuit:

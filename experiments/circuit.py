@@ -82,6 +82,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             "pulse_reset": -point.reset,
             "wire_set": point.wire_set,
             "wire_reset": point.wire_reset,
+            "wire_hold": point.wire_hold,
             "rest_u": list(point.u),
         },
         "who_carries_the_wire": {

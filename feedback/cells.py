@@ -8,11 +8,11 @@ soft token of one cell is mixed into the next cell's input; nothing is read on t
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from feedback import loop, maps
@@ -28,7 +28,8 @@ class OperatingPoint:
     """What the pulses of cells are made from: measured, never typed in.
 
     set, reset: the sizes of a pulse of ``pulse_steps`` steps at which the latch sets from its low rest and resets from
-    its high one. wire_set, wire_reset: the shares of a high cell's soft token that do; inf where none does.
+    its high one. wire_set, wire_reset: the shares of a high cell's soft token that do; inf where none does. wire_hold:
+    the share for each unit of a negative weight that keeps a low cell low against as many inputs.
     """
 
     rest: Float[Tensor, "2 d_model"]  # soft tokens (low, high)
@@ -41,6 +42,7 @@ class OperatingPoint:
     single: float = 1.6  # pulse of an input that is enough alone, in thresholds
     wire_set: float = math.inf
     wire_reset: float = math.inf
+    wire_hold: float = math.inf
 
     def unit(self, cell: Cell) -> tuple[float, float]:
         """α per unit of the cell's weighted sum: when the sum is positive, and when it is negative."""
@@ -49,10 +51,12 @@ class OperatingPoint:
             return size * self.set, size * self.reset
         return (-size * self.reset,) * 2 if cell.start else (size * self.set,) * 2
 
-    def wire(self, cell: Cell) -> float:
-        """The share of a high cell's soft token that stands for one unit of the sum."""
+    def wire(self, cell: Cell, weight: int) -> float:
+        """The share of a high cell's soft token that is mixed into the cell's own for a source of that weight."""
         size = pulse_unit(cell.threshold, self.single)
-        return -size * self.wire_reset if cell.start else size * self.wire_set
+        if cell.start:
+            return -weight * size * self.wire_reset
+        return weight * (size * self.wire_set if weight > 0 else size / self.single * self.wire_hold)
 
 
 def operating_point(latch: Latch, *, pulse_steps: int, settle_steps: int, top: float, single: float) -> OperatingPoint:
@@ -204,7 +208,7 @@ class Bank:
                 amounts[:, names.index(name)] = self.amounts(outside, values)
                 for source, weight in cell.weights.items():
                     if source in cells:
-                        weights[names.index(name), names.index(source)] = weight * point.wire(cell)
+                        weights[names.index(name), names.index(source)] = point.wire(cell, weight)
             for told in linked(
                 self.latch, point, soft, weights, amounts.flatten(), self.sigma, self._seeds, self.progress
             ):
@@ -214,20 +218,39 @@ class Bank:
         return {name: bits[:, number] for number, name in enumerate(names)}
 
 
-def wire_thresholds(latch: Latch, point: OperatingPoint, top: float = 4.0) -> tuple[float, float]:
-    """The shares of a high cell's soft token that set a low cell, and taken away reset a high one; inf for none."""
+def with_wires(latch: Latch, point: OperatingPoint, top: float = 4.0) -> OperatingPoint:
+    """The operating point with the shares of a soft token that do what pulses do, measured on two cells of which the
+    second hears the first, a high one."""
+
+    def second(shares: Float[Tensor, " trial"], state: Tensor, amount: float = 0.0) -> Bool[Tensor, " trial"]:
+        """Whether the second cell, which was at ``state``, is high in the end."""
+        weights = torch.zeros(len(shares), 2, 2)
+        weights[:, 1, 0] = shares
+        amounts = torch.tensor([0.0, amount]).repeat(len(shares))
+        start = point.rest[torch.stack([torch.ones_like(state), state], dim=1).flatten()]
+        *_, told = linked(latch, point, start, weights, amounts)
+        return (latch.read(told.hidden[-1])[1::2] > 0).cpu()
 
     def attempt(amounts: Tensor) -> Tensor:
-        shares = torch.cat([amounts[0], -amounts[1]])
-        weights = torch.zeros(len(shares), 2, 2)  # in each trial the second cell listens to the first
-        weights[:, 1, 0] = shares
-        start = torch.tensor([1, 0] * len(amounts[0]) + [1, 1] * len(amounts[1]))
-        *_, told = linked(latch, point, point.rest[start], weights, torch.zeros(len(start)))
-        up = latch.read(told.hidden[-1])[1::2] > 0
-        return torch.stack([up[: len(amounts[0])], ~up[len(amounts[0]) :]])
+        n = amounts.shape[1]
+        high = second(torch.cat([amounts[0], -amounts[1]]), torch.tensor([0] * n + [1] * n))
+        return torch.stack([high[:n], ~high[n:]])
 
     set_share, reset_share = search(attempt, 2, top)
-    return set_share, reset_share
+    shares = torch.linspace(top / 40, top, 40)
+    low = ~second(-2 * shares, torch.zeros(40, dtype=torch.long), 2 * point.single * point.set)
+    return replace(point, wire_set=set_share, wire_reset=reset_share, wire_hold=_middle(shares, low))
+
+
+def _middle(shares: Float[Tensor, " share"], holds: Bool[Tensor, " share"]) -> float:
+    """The geometric middle of the first run of shares that hold: a soft token that is pushed too far turns around. inf
+    for none."""
+    if not holds.any():
+        return math.inf
+    first = int(holds.int().argmax())
+    fails = torch.nonzero(~holds[first:])
+    last = first + int(fails[0]) - 1 if len(fails) else len(holds) - 1
+    return math.sqrt(shares[first].item() * shares[last].item())
 
 
 def linked(

@@ -99,7 +99,8 @@ def test_a_share_of_a_high_cells_soft_token_does_what_a_pulse_does():
     """Exactly on the oracle: mixing in κ·(u_high − u_low) adds L·κ·(u_high − u_low) to the field, as a push does."""
     cell = oracle(4.0)
     point = operating_point(cell, pulse_steps=5, settle_steps=20, top=8.0, single=1.6)
-    share_set, share_reset = cells.wire_thresholds(cell, point)
+    point = cells.with_wires(cell, point)
+    share_set, share_reset = point.wire_set, point.wire_reset
     gap = point.u[1] - point.u[0]
     assert 4.0 * share_set * gap == pytest.approx(point.set, rel=0.05)
     assert 4.0 * share_reset * gap == pytest.approx(point.reset, rel=0.05)
@@ -127,13 +128,14 @@ def test_a_held_cell_goes_on_from_where_it_was_and_others_from_their_start():
 
 def test_units_of_a_cell_come_from_the_thresholds_of_the_direction_it_is_pushed_in():
     point = cells.OperatingPoint(
-        torch.zeros(2, 3), (-1.0, 1.0), (0, 1), 5, 5, set=10.0, reset=4.0, wire_set=0.5, wire_reset=0.2
+        torch.zeros(2, 3), (-1.0, 1.0), (0, 1), 5, 5, set=10.0, reset=4.0, wire_set=0.5, wire_reset=0.2, wire_hold=0.7
     )
     root = 2**-0.5
     assert point.unit(Cell({"a": 1})) == (16.0, 16.0)
     assert point.unit(Cell({"a": 1}, 2, start=1)) == pytest.approx((-4 * root, -4 * root))
     assert point.unit(Cell({"a": 1}, hold=True)) == (16.0, 6.4)
-    assert point.wire(Cell({"a": 1})) == 0.8 and point.wire(Cell({"a": 1}, 2, start=1)) == pytest.approx(-0.2 * root)
+    assert point.wire(Cell({"a": 1}), 1) == 0.8 and point.wire(Cell({"a": 1}), -2) == pytest.approx(-1.4)
+    assert point.wire(Cell({"a": 1}, 2, start=1), 1) == pytest.approx(-0.2 * root)
 
 
 def test_no_cell_without_two_rests_or_without_a_pulse_that_switches():
