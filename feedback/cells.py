@@ -238,12 +238,13 @@ def with_wires(latch: Latch, point: OperatingPoint, top: float = 4.0) -> Operati
 
     set_share, reset_share = search(attempt, 2, top)
     shares = torch.linspace(top / 40, top, 40)
-    low = ~second(-2 * shares, torch.zeros(40, dtype=torch.long), 2 * point.single * point.set)
-    return replace(point, wire_set=set_share, wire_reset=reset_share, wire_hold=_middle(shares, low))
+    at_low, unit = torch.zeros(40, dtype=torch.long), point.single * point.set
+    holds = ~second(-2 * shares, at_low, 2 * unit) & second(-2 * shares, at_low, 3 * unit)
+    return replace(point, wire_set=set_share, wire_reset=reset_share, wire_hold=_middle(shares, holds))
 
 
 def _middle(shares: Float[Tensor, " share"], holds: Bool[Tensor, " share"]) -> float:
-    """The geometric middle of the first run of shares that hold: a soft token that is pushed too far turns around. inf
+    """The geometric middle of the first run of shares that hold: a soft token that is moved too far turns around. inf
     for none."""
     if not holds.any():
         return math.inf

@@ -50,7 +50,7 @@ class Randomness:
         return Randomness(int(torch.randint(2**31, (1,), generator=generator)), ids)
 
 
-Prompt = Sequence[int] | Float[Tensor, "position d_model"]
+Prompt = Sequence[int] | Tensor  # token ids, or vectors (position, d_model)
 
 
 def run(

@@ -53,7 +53,7 @@ def test_couplings_are_l_and_b_and_a_push_adds_to_b_alone_with_the_temperature_d
 
 
 def test_thresholds_are_the_closed_form_to_one_percent_for_twenty_random_oracles():
-    """α_set = b_c(L) − b and α_reset = −b_c(L) − b; near them the loop slows down, so they get 1,500 steps."""
+    """α_set = b_c(L) − b and α_reset = −b_c(L) − b; near them the loop slows down, so they get 300 steps."""
     draw = torch.Generator().manual_seed(1)
     for number in range(20):
         coupling = 2.6 + 6 * torch.rand((), generator=draw).item()
@@ -61,7 +61,7 @@ def test_thresholds_are_the_closed_form_to_one_percent_for_twenty_random_oracles
         field = (2 * torch.rand((), generator=draw).item() - 1) * 0.6 * edge
         cell = oracle(coupling, field, block=number % 4, seed=number)
         _, rest, _ = cell.settle(60)
-        set_at, reset_at = experiment.static_thresholds(cell, rest, 3 * edge, 1500)
+        set_at, reset_at = experiment.static_thresholds(cell, rest, 3 * edge, 300)
         assert set_at == pytest.approx(edge - field, rel=0.01), (coupling, field)
         assert reset_at == pytest.approx(edge + field, rel=0.01), (coupling, field)
 

@@ -88,7 +88,7 @@ def test_twenty_random_oracles_come_to_rest_where_the_closed_form_says_to_1e_4()
         told = loop.run(
             model,
             [[0]],
-            programs.constant(v.double(), 0.0, steps=400, rows=2),
+            programs.constant(v.double(), 0.0, steps=200, rows=2),
             feedback_map=maps.expected_embedding(),
             context=Context("prompt"),
             row_prompt=torch.zeros(2, dtype=torch.long),
