@@ -182,12 +182,13 @@ def test_a_refusal_is_one_line_without_a_traceback_and_leaves_a_failed_result(tm
 
 
 @pytest.mark.real
-def test_help_explains_the_groups_and_gives_five_examples(tmp_path):
+def test_help_explains_the_groups_and_gives_examples(tmp_path):
     told = command("--help", folder=tmp_path / "job")
     assert told.returncode == 0
-    for group in ("model", "site", "carriers", "program", "map", "context", "prompts", "tracking", "experiment"):
+    groups = ("model", "site", "carriers", "program", "map", "context", "prompts", "tracking", "experiment")
+    for group in (*groups, "cell", "circuit"):
         assert f"\n{group}" in told.stdout
-    assert told.stdout.count("\npython run.py ") == 5
+    assert told.stdout.count("\npython run.py ") == 6
 
 
 @pytest.mark.real

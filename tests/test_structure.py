@@ -26,7 +26,7 @@ def ours(path: Path) -> set[str]:
     return {name.split(".")[1] for name in imported(path) if name.startswith("feedback.")}
 
 
-@pytest.mark.parametrize("name", ["metrics", "maps", "programs"])
+@pytest.mark.parametrize("name", ["metrics", "maps", "programs", "logic"])
 def test_these_take_plain_tensors_and_import_nothing_of_ours(name):
     assert not ours(LIBRARY / f"{name}.py")
 
