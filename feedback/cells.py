@@ -51,12 +51,19 @@ class OperatingPoint:
             return size * self.set, size * self.reset
         return (-size * self.reset,) * 2 if cell.start else (size * self.set,) * 2
 
-    def wire(self, cell: Cell, weight: int) -> float:
-        """The share of a high cell's soft token that is mixed into the cell's own for a source of that weight."""
+    def wires(self, cell: Cell, sources: Mapping[str, int]) -> dict[str, float]:
+        """The share of each high source's soft token that is mixed into the cell's own, by the sources' weights.
+
+        Where some weights are negative, all are in units of what holds the cell down, so that they cancel.
+        """
         size = pulse_unit(cell.threshold, self.single)
         if cell.start:
-            return -weight * size * self.wire_reset
-        return weight * (size * self.wire_set if weight > 0 else size / self.single * self.wire_hold)
+            unit = -size * self.wire_reset
+        elif min(sources.values(), default=0) < 0:
+            unit = size / self.single * self.wire_hold
+        else:
+            unit = size * self.wire_set
+        return {name: weight * unit for name, weight in sources.items()}
 
 
 def operating_point(latch: Latch, *, pulse_steps: int, settle_steps: int, top: float, single: float) -> OperatingPoint:
@@ -206,9 +213,9 @@ class Bank:
                 cell = cells[name]
                 outside = Cell({k: w for k, w in cell.weights.items() if k in values}, cell.threshold, cell.start)
                 amounts[:, names.index(name)] = self.amounts(outside, values)
-                for source, weight in cell.weights.items():
-                    if source in cells:
-                        weights[names.index(name), names.index(source)] = point.wire(cell, weight)
+                heard = {source: weight for source, weight in cell.weights.items() if source in cells}
+                for source, share in point.wires(cell, heard).items():
+                    weights[names.index(name), names.index(source)] = share
             for told in linked(
                 self.latch, point, soft, weights, amounts.flatten(), self.sigma, self._seeds, self.progress
             ):
@@ -237,10 +244,11 @@ def with_wires(latch: Latch, point: OperatingPoint, top: float = 4.0) -> Operati
         return torch.stack([high[:n], ~high[n:]])
 
     set_share, reset_share = search(attempt, 2, top)
-    shares = torch.linspace(top / 40, top, 40)
+    shares = torch.linspace(0.125, 5, 40) * (set_share if math.isfinite(set_share) else top / 5)
     at_low, unit = torch.zeros(40, dtype=torch.long), point.single * point.set
-    holds = ~second(-2 * shares, at_low, 2 * unit) & second(-2 * shares, at_low, 3 * unit)
-    return replace(point, wire_set=set_share, wire_reset=reset_share, wire_hold=_middle(shares, holds))
+    holds = ~second(-2 * shares, at_low, 2 * unit)
+    lets = second(-2 * shares, at_low, 3 * unit) & second(-shares, at_low, 2 * unit) & second(shares, at_low)
+    return replace(point, wire_set=set_share, wire_reset=reset_share, wire_hold=_middle(shares, holds & lets))
 
 
 def _middle(shares: Float[Tensor, " share"], holds: Bool[Tensor, " share"]) -> float:

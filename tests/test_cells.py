@@ -134,8 +134,9 @@ def test_units_of_a_cell_come_from_the_thresholds_of_the_direction_it_is_pushed_
     assert point.unit(Cell({"a": 1})) == (16.0, 16.0)
     assert point.unit(Cell({"a": 1}, 2, start=1)) == pytest.approx((-4 * root, -4 * root))
     assert point.unit(Cell({"a": 1}, hold=True)) == (16.0, 6.4)
-    assert point.wire(Cell({"a": 1}), 1) == 0.8 and point.wire(Cell({"a": 1}), -2) == pytest.approx(-1.4)
-    assert point.wire(Cell({"a": 1}, 2, start=1), 1) == pytest.approx(-0.2 * root)
+    assert point.wires(Cell({}), {"x": 1}) == {"x": 0.8}
+    assert point.wires(Cell({}), {"x": 1, "y": -2}) == pytest.approx({"x": 0.7, "y": -1.4})
+    assert point.wires(Cell({}, 2, start=1), {"x": 1}) == pytest.approx({"x": -0.2 * root})
 
 
 def test_no_cell_without_two_rests_or_without_a_pulse_that_switches():
