@@ -34,17 +34,18 @@ class Gradients(Hook):
         self._wrt_input: Gradient = None
         self._wrt_output: Gradient = None
 
-    def __call__(self, module: nn.Module, to_inputs: tuple[Gradient, ...], to_outputs: tuple[Gradient, ...]) -> Any:  # type: ignore[override]
+    def __call__(self, module: nn.Module, to_inputs: Any, to_outputs: Any) -> Any:  # type: ignore[override]
+        """Called with tuples of gradients, None where there is none (PyTorch's annotations know neither)."""
         self.fired += 1
         self._wrt_input = to_inputs[0] if to_inputs else None
         self._wrt_output = to_outputs[0]
         if self.change is None:
             return None
         changed = self._wrt_input = self.change(self.wrt_input)
-        if changed.shape != to_inputs[0].shape:  # type: ignore[union-attr]
+        if changed.shape != to_inputs[0].shape:
             raise HookError(
                 f"the gradient at {self.site.name} was replaced by one of shape {tuple(changed.shape)}; expected "
-                f"{tuple(to_inputs[0].shape)}"  # type: ignore[union-attr]
+                f"{tuple(to_inputs[0].shape)}"
             )
         return (changed, *to_inputs[1:])
 
