@@ -14,6 +14,7 @@ from feedback import cells, logic, maps, programs
 from feedback.cache import Context
 from feedback.carriers import Carriers, Scale
 from feedback.cells import OperatingPoint
+from feedback.hidden import HiddenCell, Register
 from feedback.latch import Latch
 from feedback.logic import Circuit
 from feedback.maps import NamedMap, Norm
@@ -209,7 +210,12 @@ def program(
 
 
 def latch(config: Config, model: LanguageModel, generator: torch.Generator) -> Latch:
-    """The cell's token pair in its prompt, pushed along the one carrier at the site."""
+    """The cell, a learned one or a token pair in its prompt, pushed along the one carrier at the site."""
+    if config.cell.file is not None:
+        held = register(config, model)
+        if held.n_bits != 1:
+            raise ValueError(f"cell.file={config.cell.file} holds {held.n_bits} bits: experiment=register measures it")
+        return held.latch(0, cell_carriers(config, held, generator).scaled[0])
     return Latch(
         model=model,
         prompt=model.encode(config.cell.prompt),
@@ -219,6 +225,29 @@ def latch(config: Config, model: LanguageModel, generator: torch.Generator) -> L
         vector=carriers(config, model, 1, generator).scaled[0],
         temperature=config.map.temperature,
     )
+
+
+def register(config: Config, model: LanguageModel) -> Register:
+    """The learned cell in the loop, pushed at the site."""
+    return HiddenCell.load(cell_file(config), model).on(model, site(config), config.map.temperature)
+
+
+def cell_carriers(config: Config, held: Register, generator: torch.Generator) -> Carriers:
+    """One carrier a bit: the difference between its rests, or what else ``carriers`` names."""
+    if config.carriers.kind != "contrast_rests":
+        return carriers(config, held.model, held.n_bits, generator)
+    return held.contrasts().with_scale(cast(Scale, config.carriers.scale))
+
+
+def cell_file(config: Config) -> Path:
+    """Where the learned cell is: a file, or one of those in conf/cell. ValueError where there is none."""
+    name = Path(str(config.cell.file))
+    shipped = Path(__file__).parent / "cell"
+    for path in (name, shipped / name):
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(path.name for path in shipped.glob("*.safetensors")))
+    raise ValueError(f"cell.file={name}: no such file; expected one of experiment=learn_cell, or one of {known}")
 
 
 def operating_point(config: Config, latch: Latch, wires: bool = False) -> OperatingPoint:
@@ -248,7 +277,11 @@ def check_cell(config: Config) -> None:
             f"context={config.context.kind} map={config.map.kind}: a cell is a loop whose soft token is all it "
             "remembers; use context=prompt map=expected_embedding"
         )
-    if config.cell.a == config.cell.b:
+    if config.cell.file is not None:
+        HiddenCell.load(cell_file(config))
+    elif config.carriers.kind == "contrast_rests":
+        raise ValueError("carriers.kind=contrast_rests is of a learned cell: cell=hidden, or cell.file=…")
+    elif config.cell.a == config.cell.b:
         raise ValueError(f"cell.a and cell.b are both {config.cell.a!r}: a latch needs two words")
     for name in ("trials", "control_trials", "pulse_steps", "settle_steps", "ticks", "sequences"):
         if getattr(config.logic, name) < 1:

@@ -30,7 +30,9 @@ class SiteConfig:
 
 @dataclass
 class CarriersConfig:
-    kind: str = MISSING  # random_orthonormal | contrast_prompts | contrast_soft_tokens | unembedding | file
+    kind: str = (
+        MISSING  # random_orthonormal | contrast_prompts | contrast_soft_tokens | contrast_rests | unembedding | file
+    )
     scale: str = "unit"  # alpha multiplies: unit vectors | residual (mean ‖h‖ at the site) | raw
     a: str | None = None  # contrast_*, unembedding: prompt or word that the positive direction points to
     b: str | None = None  # contrast_*, unembedding: prompt or word that it points away from
@@ -109,9 +111,51 @@ class AuditConfig:
 
 @dataclass
 class CellConfig:
-    prompt: str = MISSING  # what the loop reads before its soft token
-    a: str = MISSING  # the word, one token with its blank, that a high cell says
-    b: str = MISSING  # the word that a low cell says
+    prompt: str = ""  # what the loop reads before its soft token
+    a: str = ""  # the word, one token with its blank, that a high cell says
+    b: str = ""  # the word that a low cell says
+    file: str | None = None  # a learned cell in place of these: a file, or the name of one that is shipped
+
+
+@dataclass
+class LearnConfig:
+    kind: str = "prefix"  # prefix | push | both: what is learned
+    prompt: str = "The animal is a bird. It may also be a cat or a dog. Say: bird bird bird bird; cat dog; Animal:"
+    cover: str = " bird"  # one token, said at every step
+    pairs: list[list[str]] = field(default_factory=lambda: [[" cat", " dog"]])  # one pair of words for every bit
+    cover_mass: float = 0.65  # the cover's share of the soft token
+    level: float = 0.85  # |u| that every pair is restored to
+    sharpness: float = 4.0  # of the restoring
+    weakest: float = 0.1  # smallest |u| to learn from
+    mass_range: float = 0.25  # by how much the cover mass of what is learned from differs
+    unroll: int = 2  # steps of the loop in the loss
+    pushed: float = 0.5  # share of what is learned from that is pushed
+    threshold: float = 0.4  # push that is to switch a bit, as a share of the contrast's length
+    largest: float = 3.5  # largest push, in thresholds
+    steps: int = 260
+    batch: int = 48
+    rate: float = 5e-3  # Adam's, of the prefix; falls to a tenth
+    push_rate: float = 5e-2  # of the push
+    test_every: int = 10  # steps from one held-out loop test to the next
+    test_rows: int = 32
+    test_steps: int = 16
+    margin: float = 0.15  # top-1 less top-2 probability that a working cell needs in the test's worst step
+    patience: int = 6  # working tests in a row, none better than the best, after which it ends
+    resume: str | None = None  # folder of a run that was interrupted
+
+
+@dataclass
+class HiddenLatchConfig:
+    rows: int = 40  # written by random pulses; as many twins are never pushed
+    once: int = 16  # rows that are switched once and then held
+    steps: int = 250
+    period: int = 16  # steps from one pulse to the next
+    pulse_steps: int = 5
+    single: float = 1.6  # pulse in thresholds
+    top: float = 60.0  # largest push in the search for thresholds
+    levels: int = 25  # of the hysteresis sweep, each way
+    dwell: int = 2  # steps at each of them
+    random_vectors: int = 8  # as long as v
 
 
 @dataclass
@@ -203,6 +247,8 @@ class Config:
     hidden_bits: HiddenBitsConfig = field(default_factory=HiddenBitsConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     cell: CellConfig = field(default_factory=CellConfig)
+    learn: LearnConfig = field(default_factory=LearnConfig)
+    hidden_latch: HiddenLatchConfig = field(default_factory=HiddenLatchConfig)
     latch: LatchConfig = field(default_factory=LatchConfig)
     logic: LogicConfig = field(default_factory=LogicConfig)
     circuit: CircuitConfig = field(default_factory=CircuitConfig)

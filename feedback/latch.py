@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -77,7 +78,9 @@ class Coupling:
 class Latch:
     """A token pair in a prompt, a site to push at, and the loop in context ``prompt`` at temperature τ.
 
-    prompt: token ids, or vectors (position, d_model). vector: (d_model,), what α multiplies.
+    prompt: token ids, or vectors (position, d_model). vector: (d_model,), what α multiplies. starts: the soft tokens
+    that count as B and as A; by default the words themselves. always: what is pushed at every pass, the prompt's
+    included.
     """
 
     model: LanguageModel
@@ -87,6 +90,8 @@ class Latch:
     site: Site
     vector: Float[Tensor, " d_model"]
     temperature: float = 1.0
+    starts: Float[Tensor, "2 d_model"] | None = None
+    always: Float[Tensor, " d_model"] | None = None
 
     @cached_property
     def map(self) -> maps.NamedMap:
@@ -99,7 +104,8 @@ class Latch:
 
     def tokens(self, which: Bool[Tensor, " row"]) -> Float[Tensor, "row d_model"]:
         """A as a soft token where ``which``, else B."""
-        return self.model.embedding[torch.where(which.to(self.model.device), self.a, self.b)]
+        starts = self.model.embedding[[self.b, self.a]] if self.starts is None else self.starts
+        return starts[which.long().to(starts.device)]
 
     def next(self, told: Trajectory) -> Float[Tensor, "row d_model"]:
         """The soft token that the last step's output makes."""
@@ -109,7 +115,7 @@ class Latch:
     def run(
         self,
         first: Float[Tensor, "row d_model"],
-        strength: Float[Tensor, "step row"],
+        strength: Float[Tensor, "step row"] | Float[Tensor, "step row carrier"],
         *,
         sigma: float | Float[Tensor, " row"] = 0.0,
         randomness: loop.Randomness = loop.Randomness(),  # noqa: B008 (frozen)
@@ -118,22 +124,31 @@ class Latch:
         which: Int[Tensor, " row"] | None = None,
         site: Site | None = None,
         progress: Callable[[int], None] | None = None,
+        **options: Any,
     ) -> Trajectory:
         """Rows that begin with the soft tokens ``first`` and are pushed by ``strength`` at every step.
 
         sigma: noise in every soft token, the first included, in mean lengths of an embedding row; one or one per row.
         feedback_map: another than the latch's own. vectors, which: other vectors than the latch's own, and which of
-        them each row is pushed along. ValueError when a row's state turns non-finite, naming its strength.
+        them each row is pushed along; a strength of (step, row, carrier) needs no ``which``. options: further ones of
+        ``loop.run``. ValueError when a row's state turns non-finite, naming its strength.
         """
         carriers = self.vector[None] if vectors is None else vectors
-        which = torch.zeros(len(first), dtype=torch.long) if which is None else which
-        along = torch.nn.functional.one_hot(which, len(carriers)).to(strength.dtype)
+        if strength.dim() == 2:
+            which = torch.zeros(len(first), dtype=torch.long) if which is None else which
+            strength = strength[..., None] * torch.nn.functional.one_hot(which, len(carriers)).to(strength.dtype)
+        prompt_coefficients = None
+        if self.always is not None:
+            carriers = torch.cat([carriers, self.always[None].to(carriers)])
+            strength = torch.cat([strength, torch.ones_like(strength[..., :1])], dim=-1)
+            prompt_coefficients = torch.zeros(strength.shape[1:])
+            prompt_coefficients[:, -1] = 1
         inner = self.map if feedback_map is None else feedback_map
         noisy = bool(torch.as_tensor(sigma).any())
         told = loop.run(
             self.model,
             [self.prompt],
-            Program(strength[..., None] * along, carriers, columns={"row": torch.arange(len(first))}),
+            Program(strength, carriers, prompt_coefficients, columns={"row": torch.arange(len(first))}),
             feedback_map=maps.noisy(inner, sigma) if noisy else inner,
             site=self.site if site is None else site,
             context=Context("prompt"),
@@ -142,13 +157,16 @@ class Latch:
             max_rows=len(first) if feedback_map is not None else None,  # it may mix rows
             randomness=randomness,
             progress=progress,
+            **options,
         )
         if not told.finite.all():
             row = int((~told.finite).nonzero()[0])
             step = int(told.stopped_at[row])
+            asked = strength[step - 1, row]
+            largest = int(asked.abs().argmax())
             raise ValueError(
-                f"the loop's state turned non-finite at step {step} under a push of {strength[step - 1, row].item():g} "
-                f"along a vector of length {carriers[which[row]].norm().item():g}: use a smaller alpha"
+                f"the loop's state turned non-finite at step {step} under a push of {asked[largest].item():g} along a "
+                f"vector of length {carriers[largest].norm().item():g}: use a smaller alpha"
             )
         return told
 

@@ -109,7 +109,7 @@ def run(
     parts = []
     before = audit.snapshot(model.module)
     with nullcontext() if differentiable else torch.no_grad():
-        shared = None if program.prompt_coefficients is not None else _read(settings, prompts, None)
+        shared = _read_once(settings, prompts, program, row_prompt)
         for start in range(0, program.n_rows, chunk_rows):
             own = torch.arange(start, min(start + chunk_rows, program.n_rows))
             rows = own if reference is None else _with_references(own, reference)
@@ -195,6 +195,19 @@ class _Read:
     hidden: Float[Tensor, "prompt d_model"]
     mask: Bool[Tensor, "prompt position"]
     ragged: bool
+
+
+def _read_once(
+    settings: _Settings, prompts: Sequence[Prompt], program: Program, row_prompt: Int[Tensor, " row"]
+) -> "_Read | None":
+    """Pass 0 over the distinct prompts; None where the rows of one prompt are pushed differently while they read it."""
+    asked = program.prompt_coefficients
+    if asked is None:
+        return _read(settings, prompts, None)
+    rows = [(row_prompt == number).nonzero()[:, 0] for number in range(len(prompts))]
+    if any(len(own) == 0 or (asked[own] != asked[own[0]]).any() for own in rows):
+        return None
+    return _read(settings, prompts, program.rows(torch.stack([own[0] for own in rows])))
 
 
 def _read(settings: _Settings, prompts: Sequence[Prompt], program: Program | None) -> _Read:
