@@ -286,7 +286,7 @@ def check_cell(config: Config) -> None:
     for name in ("trials", "control_trials", "pulse_steps", "settle_steps", "ticks", "sequences"):
         if getattr(config.logic, name) < 1:
             raise ValueError(f"logic.{name}={getattr(config.logic, name)}: expected at least 1")
-    if not (config.logic.top > 0 and config.latch.top > 0 and config.logic.single > 1):
+    if not ((config.logic.top is None or config.logic.top > 0) and config.latch.top > 0 and config.logic.single > 1):
         raise ValueError(
             f"logic.top={config.logic.top}, latch.top={config.latch.top}, logic.single={config.logic.single}: expected "
             "positive strengths, and more than one threshold for an input that is enough alone"

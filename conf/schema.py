@@ -125,16 +125,16 @@ class LearnConfig:
     pairs: list[list[str]] = field(default_factory=lambda: [[" cat", " dog"]])  # one pair of words for every bit
     cover_mass: float = 0.65  # the cover's share of the soft token
     level: float = 0.85  # |u| that every pair is restored to
-    sharpness: float = 4.0  # of the restoring
+    sharpness: float = 10.0  # of the restoring
     weakest: float = 0.1  # smallest |u| to learn from
     mass_range: float = 0.25  # by how much the cover mass of what is learned from differs
-    unroll: int = 2  # steps of the loop in the loss
-    pushed: float = 0.5  # share of what is learned from that is pushed
+    unroll: int = 1  # steps of the loop in the loss
+    pushed: float = 0.4  # share of what is learned from that is pushed
     threshold: float = 0.4  # push that is to switch a bit, as a share of the contrast's length
     largest: float = 3.5  # largest push, in thresholds
-    steps: int = 260
+    steps: int = 220
     batch: int = 48
-    rate: float = 5e-3  # Adam's, of the prefix; falls to a tenth
+    rate: float = 1e-2  # Adam's, of the prefix; falls to a tenth
     push_rate: float = 5e-2  # of the push
     test_every: int = 10  # steps from one held-out loop test to the next
     test_rows: int = 32
@@ -152,7 +152,6 @@ class HiddenLatchConfig:
     period: int = 16  # steps from one pulse to the next
     pulse_steps: int = 5
     single: float = 1.6  # pulse in thresholds
-    top: float = 60.0  # largest push in the search for thresholds
     levels: int = 25  # of the hysteresis sweep, each way
     dwell: int = 2  # steps at each of them
     random_vectors: int = 8  # as long as v
@@ -208,7 +207,7 @@ class LogicConfig:
     control_trials: int = 8  # per row, with the loop cut and along a random vector
     pulse_steps: int = 5
     settle_steps: int = 6
-    top: float = 80.0  # largest pulse in the search for the thresholds
+    top: float | None = 80.0  # largest pulse in the search for the thresholds; null: as far as the rests are apart
     single: float = 1.6  # pulse of an input that is enough alone, in thresholds
     wires: str = "both"  # circuit: host | loop | both (loop where nothing is held)
     ticks: int = 8  # circuits that hold: turns of a random input sequence

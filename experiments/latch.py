@@ -20,7 +20,7 @@ from conf import build
 from conf.schema import Config
 from feedback import audit, carriers, figures, loop, maps, metrics, programs
 from feedback.cache import Context
-from feedback.latch import Latch, critical_field, crossing, pulses, rests, search
+from feedback.latch import Latch, critical_field, crossing, pulses, rests, search, static_thresholds
 from feedback.models import LanguageModel, ModelShape
 from feedback.results import Result
 from feedback.sites import Site, resolve, unembed
@@ -88,7 +88,7 @@ def measure(
                 "python run.py experiment=latch_screen"
             )
         bar.set_description("thresholds")
-        set_at, reset_at = static_thresholds(cell, rest, top, settings.static_steps)
+        set_at, reset_at = static_thresholds(cell, rest, top, settings.static_steps, LEVELS, ROUNDS)
         by_length = pulse_thresholds(cell, rest, settings.pulse_lengths, 2 * top, settings.settle_steps // 3)
         if not (math.isfinite(set_at) and math.isfinite(reset_at)):
             raise ValueError(
@@ -167,20 +167,6 @@ def predict(cell: Latch, top: float) -> dict[str, Any]:
         "predicted_alpha_set_band": sorted([curved[1], straight[1]]),
         "predicted_alpha_reset_band": sorted([curved[0], straight[0]]),
     }
-
-
-def static_thresholds(cell: Latch, rest: Float[Tensor, "2 d_model"], top: float, steps: int) -> tuple[float, float]:
-    """The constant push that takes the loop off its low rest, and the size of that which takes it off its high one."""
-
-    def attempt(amounts: Tensor) -> Tensor:
-        n = amounts.shape[1]
-        start = torch.cat([rest[:1].expand(n, -1), rest[1:].expand(n, -1)])
-        told = cell.run(start, torch.cat([amounts[0], -amounts[1]]).expand(steps, -1))
-        up = cell.read(told.hidden[-1]) > 0
-        return torch.stack([up[:n], ~up[n:]])
-
-    set_at, reset_at = search(attempt, 2, top, LEVELS, ROUNDS)
-    return set_at, reset_at
 
 
 def pulse_thresholds(

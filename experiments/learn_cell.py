@@ -180,7 +180,7 @@ def measured(config: Config, model: LanguageModel, cell: HiddenCell) -> dict[str
         for bit in range(held.n_bits):
             latch = held.latch(bit, vectors[bit])
             found["coupling_L"].append(latch.couplings([0.0]).coupling.item())
-            point = cells.operating_point(latch, pulse_steps=5, settle_steps=8, top=config.logic.top, single=1.6)
+            point = cells.operating_point(latch, pulse_steps=5, settle_steps=8, top=None, single=1.6)
             found["pulse_set"].append(point.set)
             found["pulse_reset"].append(-point.reset)
     except ValueError as error:

@@ -66,8 +66,10 @@ class OperatingPoint:
         return {name: weight * unit for name, weight in sources.items()}
 
 
-def operating_point(latch: Latch, *, pulse_steps: int, settle_steps: int, top: float, single: float) -> OperatingPoint:
-    """Finds the rests, and the pulse thresholds up to ``top``. ValueError where there are no two rests, or no pulse up
+def operating_point(
+    latch: Latch, *, pulse_steps: int, settle_steps: int, top: float | None, single: float
+) -> OperatingPoint:
+    """Finds the rests, and the pulse thresholds up to ``top`` (None: as far as the rests are apart). ValueError where there are no two rests, or no pulse up
     to ``top`` switches between them: then it is no cell."""
     u, rest, said = latch.settle(max(4 * settle_steps, 20))
     low, high = u[-1].tolist()
@@ -77,6 +79,7 @@ def operating_point(latch: Latch, *, pulse_steps: int, settle_steps: int, top: f
             "sign. Screen for another pair or prompt: python run.py experiment=latch_screen"
         )
     steps = pulse_steps + settle_steps
+    top = latch.distance(rest) if top is None else top
 
     def attempt(amounts: Tensor) -> Tensor:
         levels = amounts.shape[1]

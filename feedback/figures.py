@@ -169,7 +169,8 @@ def hysteresis(
     title: str,
 ) -> Path:
     """u against α, a line per branch of a sweep with its direction; (reset, set) as measured under constant pushes, and
-    the range in which theory puts each. Branches of one speed, up and down, stand next to each other."""
+    the range in which theory puts each, where there is one. Branches of one speed, up and down, stand next to each
+    other."""
     with matplotlib.rc_context(STYLE):
         figure = _figure(8.5, 4.8)
         axes = figure.subplots()
@@ -182,14 +183,16 @@ def hysteresis(
             middle = len(x) // 2
             arrow = {"arrowstyle": "->", "color": colour, "lw": 1.6}
             axes.annotate("", (x[middle + 1], y[middle + 1]), (x[middle], y[middle]), arrowprops=arrow, zorder=9)
-        for value, band in zip(measured, predicted, strict=True):
+        for band in predicted:
             ends = [end for end in band if np.isfinite(end)]
             if len(ends) == 2:
                 axes.axvspan(min(ends), max(ends), color=FAINT, alpha=0.3, lw=0, zorder=1)
+        for value in measured:
             axes.axvline(value, color=INK, lw=1, ls=(0, (1, 1.5)), zorder=2)
         told = f"resets {measured[0]:.1f}, sets {measured[1]:.1f} (constant push)"
         key.append(Line2D([], [], color=INK, lw=1, ls=(0, (1, 1.5)), label=_phrase(told)))
-        key.append(Patch(color=FAINT, alpha=0.3, lw=0, label="predicted from L and b"))
+        if predicted:
+            key.append(Patch(color=FAINT, alpha=0.3, lw=0, label="predicted from L and b"))
         axes.set_xlabel("α", parse_math=False)
         axes.set_ylabel("u: −1 is B, +1 is A", parse_math=False)
         axes.set_ylim(-1.08, 1.08)
@@ -248,6 +251,58 @@ def traces(
             axes.set_xlabel("step")
             axes.set_title(_phrase(label), parse_math=False, fontsize=10, weight="normal")
         row[0].set_ylabel(_phrase(ylabel), parse_math=False)
+        figure.suptitle(_phrase(title), parse_math=False, fontweight="bold", x=0.01, ha="left")
+        return _write(figure, path)
+
+
+def under_text(
+    rows: Mapping[str, tuple[Numbers, Sequence[str]]], path: Path, *, pushed: Sequence[tuple[int, int]], title: str
+) -> Path:
+    """u over the steps, a line per row, and below them the token that each row says at every step; the steps from
+    ``pushed`` (first, last) shaded."""
+    with matplotlib.rc_context(STYLE):
+        steps = max(len(tokens) for _, tokens in rows.values())
+        figure = _figure(max(8.5, 0.24 * steps + 1.5), 4.6)
+        axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 0.55 * len(rows)))
+        for first, last in pushed:
+            for panel in (axes, below):
+                panel.axvspan(first - 0.5, last + 0.5, color=PUSHED, lw=0)
+        for index, (label, (values, tokens)) in enumerate(rows.items()):
+            y, colour = _numbers(values), PALETTE[index % len(PALETTE)]
+            axes.plot(np.arange(1, len(y) + 1), y, color=colour, marker="o", ms=2.5, lw=1.4, label=_phrase(label))
+            for step, token in enumerate(tokens, 1):
+                word = _short(_visible(token), 6)
+                below.text(step, -index, word, color=colour, size=6.5, ha="center", va="center", rotation=90,
+                           family=MONO, parse_math=False)  # fmt: skip
+        axes.axhline(0, color=FAINT, lw=0.8, ls=(0, (2, 2)))
+        axes.set_ylim(-1.08, 1.08)
+        axes.set_ylabel("u, what is not said", parse_math=False)
+        axes.legend(frameon=False, fontsize=9, loc="upper right", ncols=len(rows), bbox_to_anchor=(1, 1.12))
+        below.set_ylim(0.5 - len(rows), 0.5)
+        below.set_xlim(0.3, steps + 0.7)
+        below.set_yticks([])
+        below.spines[:].set_visible(False)
+        below.set_ylabel("says", parse_math=False)
+        below.set_xlabel("step; shaded: pulses", parse_math=False)
+        _title(axes, title)
+        return _write(figure, path)
+
+
+def masses(panels: Mapping[str, Sequence[tuple[str, float]]], path: Path, *, title: str) -> Path:
+    """Bars of the likeliest tokens and their probabilities, a panel beside the other."""
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(8.5, 3.2)
+        row = figure.subplots(1, len(panels), sharex=True, squeeze=False)[0]
+        for index, (axes, (label, shares)) in enumerate(zip(row, panels.items(), strict=True)):
+            y = np.arange(len(shares))[::-1]
+            axes.barh(y, [share for _, share in shares], color=PALETTE[index % len(PALETTE)], height=0.65)
+            for at, (_, share) in zip(y, shares, strict=True):
+                axes.text(share + 0.01, at, f"{share:.3f}", va="center", size=9, color=INK)
+            axes.set_yticks(y, [_visible(token) for token, _ in shares], family=MONO, parse_math=False)
+            axes.tick_params(length=0)
+            axes.margins(x=0.2)
+            axes.set_xlabel("probability")
+            axes.set_title(_phrase(label), parse_math=False, fontsize=10, weight="normal")
         figure.suptitle(_phrase(title), parse_math=False, fontweight="bold", x=0.01, ha="left")
         return _write(figure, path)
 

@@ -196,6 +196,13 @@ class Latch:
         low, high = told.tokens[-1].tolist()
         return self.read(told.hidden), self.next(told), (low, high)
 
+    def distance(self, rest: Float[Tensor, "2 d_model"]) -> float:
+        """How far apart the site's outputs are at the two rests, in α: a push by that much changes one into the other."""
+        told = self.run(rest, torch.zeros(1, 2), record=[self.site])
+        (at_site,) = told.recorded.values()
+        low, high = at_site[0].float()
+        return float((high - low).norm() / self.vector.norm())
+
 
 def pulses(amounts: Float[Tensor, " row"], length: int, steps: int) -> Float[Tensor, "step row"]:
     """``amounts`` at the first ``length`` of ``steps`` steps, then 0."""
@@ -245,3 +252,19 @@ def search(
                 low[group], high[group] = max(below, low[group].item()), above
     middle = ((low + high) / 2).tolist()
     return [math.inf if none else found for none, found in zip(never, middle, strict=True)]
+
+
+def static_thresholds(
+    latch: Latch, rest: Float[Tensor, "2 d_model"], top: float, steps: int, levels: int = 20, rounds: int = 2
+) -> tuple[float, float]:
+    """The constant push that takes the loop off its low rest, and the size of that which takes it off its high one."""
+
+    def attempt(amounts: Tensor) -> Tensor:
+        n = amounts.shape[1]
+        start = torch.cat([rest[:1].expand(n, -1), rest[1:].expand(n, -1)])
+        told = latch.run(start, torch.cat([amounts[0], -amounts[1]]).expand(steps, -1))
+        up = latch.read(told.hidden[-1]) > 0
+        return torch.stack([up[:n], ~up[n:]])
+
+    set_at, reset_at = search(attempt, 2, top, levels, rounds)
+    return set_at, reset_at

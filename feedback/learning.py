@@ -42,12 +42,12 @@ class Objective:
     """
 
     level: float = 0.85
-    sharpness: float = 4.0
+    sharpness: float = 10.0
     weakest: float = 0.1
     mass_range: float = 0.25
     sigma: float = 0.02
-    unroll: int = 2
-    pushed: float = 0.5
+    unroll: int = 1
+    pushed: float = 0.4
     threshold: float = 0.4
     largest: float = 3.5
 
@@ -105,9 +105,9 @@ class Learner:
         objective: Objective,
         *,
         kind: Kind = "prefix",
-        steps: int = 240,
-        batch: int = 32,
-        rate: float = 5e-3,
+        steps: int = 220,
+        batch: int = 48,
+        rate: float = 1e-2,
         push_rate: float = 5e-2,
         seed: int = 0,
     ) -> None:
