@@ -158,6 +158,16 @@ class HiddenLatchConfig:
 
 
 @dataclass
+class RegisterConfig:
+    rows: int = 32  # written at random; as many twins are never pushed
+    intervals: int = 12  # writes
+    period: int = 16  # steps from one write to the next
+    pulse_steps: int = 5
+    single: float = 1.4  # pulse in thresholds
+    settle_steps: int = 30  # from every word to its rest
+
+
+@dataclass
 class LatchConfig:
     top: float = 40.0  # largest |α| of the search for thresholds; pulses are searched up to twice that
     levels: int = 35  # of the slow sweep, each way
@@ -248,6 +258,7 @@ class Config:
     cell: CellConfig = field(default_factory=CellConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     hidden_latch: HiddenLatchConfig = field(default_factory=HiddenLatchConfig)
+    register: RegisterConfig = field(default_factory=RegisterConfig)
     latch: LatchConfig = field(default_factory=LatchConfig)
     logic: LogicConfig = field(default_factory=LogicConfig)
     circuit: CircuitConfig = field(default_factory=CircuitConfig)

@@ -372,7 +372,8 @@ def show(result: Result) -> Table:
     table.add_row(
         "leak, nats a row",
         f"{s['kl_nats']:.2f}",
-        f"a step: pulses {leak['in_pulses']:.3f}, other bit {leak['other_bit_held']:.3f}, same {leak['same_bit_held']:.4f}",
+        f"a step: pulses {leak['in_pulses']:.3f}, other bit {leak['other_bit_held']:.3f}, same "
+        f"{leak['same_bit_held']:.4f}",
     )
     table.add_row("constant push", f"sets {s['alpha_set']:.1f}, resets {s['alpha_reset']:.1f}", "")
     table.add_row("pulse", f"sets {s['pulse_set']:.1f}, resets {s['pulse_reset']:.1f}", "")

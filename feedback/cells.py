@@ -69,8 +69,8 @@ class OperatingPoint:
 def operating_point(
     latch: Latch, *, pulse_steps: int, settle_steps: int, top: float | None, single: float
 ) -> OperatingPoint:
-    """Finds the rests, and the pulse thresholds up to ``top`` (None: as far as the rests are apart). ValueError where there are no two rests, or no pulse up
-    to ``top`` switches between them: then it is no cell."""
+    """Finds the rests, and the pulse thresholds up to ``top`` (None: as far as the rests are apart). ValueError where
+    there are no two rests, or no pulse up to ``top`` switches between them: then it is no cell."""
     u, rest, said = latch.settle(max(4 * settle_steps, 20))
     low, high = u[-1].tolist()
     if not low < 0 < high:

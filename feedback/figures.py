@@ -288,6 +288,31 @@ def under_text(
         return _write(figure, path)
 
 
+def matrix(
+    shares: Sequence[Sequence[float | None]],
+    path: Path,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    title: str,
+) -> Path:
+    """Shares from 0 to 1 as shaded squares with their numbers."""
+    with matplotlib.rc_context(STYLE):
+        figure = _figure(3.6 + 1.2 * len(columns), 1.8 + 0.7 * len(rows))
+        axes = figure.subplots()
+        values = np.array([_numbers(line) for line in shares])
+        axes.imshow(values, cmap=SHADES, vmin=0, vmax=1, aspect="auto")
+        for (i, j), share in np.ndenumerate(values):
+            told, ink = ("–", FAINT) if np.isnan(share) else (f"{share:.3f}", "white" if share > 0.6 else INK)
+            axes.text(j, i, told, ha="center", va="center", color=ink, size=9)
+        axes.set_xticks(range(len(columns)), [_phrase(name) for name in columns], parse_math=False)
+        axes.set_yticks(range(len(rows)), [_phrase(name) for name in rows], parse_math=False)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        _title(axes, textwrap.fill(title, 30 + 12 * len(columns)))
+        return _write(figure, path)
+
+
 def masses(panels: Mapping[str, Sequence[tuple[str, float]]], path: Path, *, title: str) -> Path:
     """Bars of the likeliest tokens and their probabilities, a panel beside the other."""
     with matplotlib.rc_context(STYLE):

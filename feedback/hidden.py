@@ -42,8 +42,10 @@ class Words:
 
     @staticmethod
     def of(model: LanguageModel, cover: str, pairs: Sequence[Sequence[str]]) -> "Words":
-        """ValueError for a word that is not one token."""
-        return Words(token_id(model, cover), tuple((token_id(model, a), token_id(model, b)) for a, b in pairs))
+        """ValueError for a word that is not one token. A cover of "" is a text, another word at every step: −1."""
+        return Words(
+            token_id(model, cover) if cover else -1, tuple((token_id(model, a), token_id(model, b)) for a, b in pairs)
+        )
 
     @property
     def ids(self) -> list[int]:
@@ -81,8 +83,8 @@ class HiddenCell:
     """What was learned, with what it was learned for.
 
     prefix: vectors that the loop reads in place of a prompt. push: (d_model,), added at ``site`` at every pass, the
-    prefix's included; None without one. ``site`` is also where carriers act. cover_mass: the cover's share of the soft
-    token that was aimed at.
+    prefix's included; None without one. cover: the word that is said, "" for the model's own text (``story``). ``site``
+    is also where carriers act. cover_mass: the cover's share of the soft token that was aimed at.
     """
 
     prefix: Float[Tensor, "position d_model"]
@@ -136,8 +138,10 @@ class HiddenCell:
             )
 
     def on(self, model: LanguageModel, site: Site | None = None, temperature: float = 1.0) -> "Register":
-        """The cell in the loop of a model."""
+        """The cell in the loop of a model. ValueError for one that was learned under ordinary text."""
         self.check(model)
+        if not self.cover:
+            raise ValueError("this cell was learned under ordinary text, not under one word: cover=story measures it")
         return Register(model, self, self.site if site is None else site, temperature)
 
 

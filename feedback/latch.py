@@ -197,7 +197,7 @@ class Latch:
         return self.read(told.hidden), self.next(told), (low, high)
 
     def distance(self, rest: Float[Tensor, "2 d_model"]) -> float:
-        """How far apart the site's outputs are at the two rests, in α: a push by that much changes one into the other."""
+        """How far apart the site's outputs are at the two rests, in α: a push by that much makes one the other."""
         told = self.run(rest, torch.zeros(1, 2), record=[self.site])
         (at_site,) = told.recorded.values()
         low, high = at_site[0].float()

@@ -150,8 +150,10 @@ class Learner:
 
     def test(self, **testing: Any) -> LoopTest:
         """The loop test of what is learned so far; its starts and noise are no rows of any batch."""
-        now = hidden.with_values(self.cell, self.prefix, self.push, {})
-        return now.on(self.model).loop_test(seed=self.seed + 1, **testing)
+        return self._as_is().on(self.model).loop_test(seed=self.seed + 1, **testing)
+
+    def _as_is(self) -> HiddenCell:
+        return hidden.with_values(self.cell, self.prefix, self.push, {})
 
     def _descend(self) -> float:
         model, objective, words, mass = self.model, self.objective, self.words, self.cell.cover_mass
@@ -170,6 +172,10 @@ class Learner:
             wanted = objective.wanted(words, mass, u, pushes)
             loss = loss + (wanted * (wanted.log() - said)).sum(-1).mean() / objective.unroll
             u = words.split(said.detach())
+        return self._improve(loss)
+
+    def _improve(self, loss: Tensor) -> float:
+        """One step of Adam at this step's rate."""
         share = 0.55 + 0.45 * math.cos(math.pi * self.step / self.n_steps)
         for group, rate in zip(self.optimiser.param_groups, self._rates, strict=True):
             group["lr"] = share * rate
