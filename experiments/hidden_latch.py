@@ -21,9 +21,9 @@ from feedback import audit, carriers, cells, figures, loop, metrics
 from feedback.cells import OperatingPoint
 from feedback.latch import Latch, crossing, pulses, static_thresholds
 from feedback.models import LanguageModel, ModelShape
-from feedback.readout import TextReader, logit_lens
+from feedback.readout import TextReader
 from feedback.results import Result
-from feedback.sites import resolve
+from feedback.sites import resolve, unembed
 from feedback.tracking import Tracker
 from feedback.trajectory import Trajectory
 
@@ -320,11 +320,11 @@ def draw_figures(
     }
     spans = [(begin + 1, begin + settings.pulse_steps) for begin, _ in plan.intervals() if begin < shown]
     settled = latch.run(point.rest, torch.zeros(1, 2))
-    lens = logit_lens(model.module, settled.hidden[-1])
+    likeliest = torch.softmax(unembed(model.module, settled.hidden[-1]).float(), -1).topk(5)
     masses = {
         f"bit {bit} (u = {point.u[bit]:+.2f})": [
             (model.decode([token]), p)
-            for token, p in zip(lens.tokens[bit].tolist(), lens.probabilities[bit].tolist(), strict=True)
+            for token, p in zip(likeliest.indices[bit].tolist(), likeliest.values[bit].tolist(), strict=True)
         ]
         for bit in (0, 1)
     }
