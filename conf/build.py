@@ -81,9 +81,8 @@ def check_shape(config: Config, shape: ModelShape) -> None:
             f"{shape.max_positions} positions: shorten the prompt or lower steps"
         )
     program(config, torch.ones(1, 1), torch.ones(1, 1))
-    file = config.carriers.file
-    if file is not None and not Path(file).is_file():
-        raise ValueError(f"carriers.file={file}: no such file; expected one written by Carriers.save")
+    if config.carriers.kind == "file":
+        shipped("carriers", _given(config, "file"))
 
 
 def model_spec(config: Config) -> ModelSpec:
@@ -167,7 +166,7 @@ def carriers(config: Config, model: LanguageModel, n: int, generator: torch.Gene
         case "unembedding":
             made = carrying.unembedding_direction(model, _given(config, "a"), _given(config, "b"))
         case "file":
-            made = carrying.from_file(Path(_given(config, "file")), model, where)
+            made = carrying.from_file(shipped("carriers", _given(config, "file")), model, where)
         case _:
             raise ValueError(f"carriers {settings.kind!r} do not exist")
     if made.n_carriers != n:
@@ -240,14 +239,18 @@ def cell_carriers(config: Config, held: Register, generator: torch.Generator) ->
 
 
 def cell_file(config: Config) -> Path:
-    """Where the learned cell is: a file, or one of those in conf/cell. ValueError where there is none."""
-    name = Path(str(config.cell.file))
-    shipped = Path(__file__).parent / "cell"
-    for path in (name, shipped / name):
+    """Where the learned cell is."""
+    return shipped("cell", str(config.cell.file))
+
+
+def shipped(group: str, name: str) -> Path:
+    """A file by its path, or one that comes with the project by its name. ValueError where there is none."""
+    folder = Path(__file__).parent / group
+    for path in (Path(name), folder / name):
         if path.is_file():
             return path
-    known = ", ".join(sorted(path.name for path in shipped.glob("*.safetensors")))
-    raise ValueError(f"cell.file={name}: no such file; expected one of experiment=learn_cell, or one of {known}")
+    known = ", ".join(sorted(path.name for path in folder.glob("*.safetensors")))
+    raise ValueError(f"{group}.file={name}: no such file; expected a path, or one of {known}")
 
 
 def operating_point(config: Config, latch: Latch, wires: bool = False) -> OperatingPoint:

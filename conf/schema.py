@@ -168,6 +168,22 @@ class RegisterConfig:
 
 
 @dataclass
+class CovertConfig:
+    n_bits: int = 4
+    alpha: float = 0.5  # push while learning; the top-level alpha lists those that are measured
+    length: int = 2  # pushed steps, from the first
+    mix: float = 0.5  # share of the soft token in what is fed back, the rest is the cover's embedding
+    learn_steps: int = 60
+    rows: int = 12  # messages in a step of learning
+    rate: float = 0.1  # by how much of its length a carrier turns in a step at the beginning
+    fit_messages: int = 8  # per known prompt, for the readers
+    test_messages: int = 8  # held-out, per prompt
+    pairs: list[list[str]] = field(  # of the contrast carriers
+        default_factory=lambda: [[" cat", " dog"], [" red", " blue"], [" hot", " cold"], [" up", " down"]]
+    )
+
+
+@dataclass
 class LatchConfig:
     top: float = 40.0  # largest |α| of the search for thresholds; pulses are searched up to twice that
     levels: int = 35  # of the slow sweep, each way
@@ -259,6 +275,7 @@ class Config:
     learn: LearnConfig = field(default_factory=LearnConfig)
     hidden_latch: HiddenLatchConfig = field(default_factory=HiddenLatchConfig)
     register: RegisterConfig = field(default_factory=RegisterConfig)
+    covert: CovertConfig = field(default_factory=CovertConfig)
     latch: LatchConfig = field(default_factory=LatchConfig)
     logic: LogicConfig = field(default_factory=LogicConfig)
     circuit: CircuitConfig = field(default_factory=CircuitConfig)

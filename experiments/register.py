@@ -236,7 +236,7 @@ def show(result: Result) -> Table:
     n = s["n_bits"]
     table = Table(
         title=f"{n} bits in one soft token: {s['words_held']} of {s['words']} words are rests; bit errors "
-        f"{s['ber']:.4f} [{s['ber_low']:.4f}, {s['ber_high']:.4f}] of {s['reads']}; text "
+        f"{s['ber']:.4f} [{s['ber_low']:.3f}, {s['ber_high']:.3f}] of {s['reads']}, text "
         f"{s['text_agreement']:.4f}",
         caption="share of single-bit pulses after which a bit is wrong (diagonal: the pulsed one); along random vectors "
         f"as long: bit error rate {s['random_v']['ber']:.3f}, text agreement {s['random_v']['text_agreement']:.3f}",

@@ -1,16 +1,18 @@
 """Which directions carry bits to a reader and leak little into the text? Carriers by gradient through the loop.
 
-A batch of random messages is pushed along the carriers for a few steps; a linear reader, learned with them, sees how the
-states behind the push differ from the unpushed run's, under the loop's noise. The carriers maximise its margin under a
-budget on Σ KL(p_α ‖ p_0) in nats, which bounds every monitor of the text by Pinsker's inequality. How well the bits can
-be read is then for a reader fitted anew to say.
+A batch of random messages is pushed along the carriers for a few steps. A reader that knows the unpushed run sees how
+the states behind the push differ from it, under the loop's noise. Learned is the margin of that reader (what a bit
+makes of the states, in units of everything else that varies there) against Σ KL(p_α ‖ p_0) in nats, which bounds every
+monitor of the text by Pinsker's inequality. For small pushes both grow with α², so their ratio is the margin under any
+budget of nats; the budget then sets α.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from feedback import carriers, loop, maps, programs
@@ -21,12 +23,21 @@ from feedback.models import LanguageModel
 from feedback.sites import Site
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The loop that carriers are learned for.
+class Seen(NamedTuple):
+    """differs: states behind the push less the unpushed, noiseless run's. nats: Σ KL(p_α ‖ p_0) over all steps, p_0
+    being the unpushed run under the same noise. same: whether the likeliest token is that run's."""
 
-    cover: (step + 1, prompt) tokens emitted. length: pushed steps, from the first. feedback_map: without noise. sigma:
-    noise in the soft tokens of pushed rows.
+    differs: Float[Tensor, "step row feature"]
+    nats: Float[Tensor, " row"]
+    same: Bool[Tensor, "step row"]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The loop that carriers are pushed in.
+
+    cover: (step + 1, prompt), the text that is emitted. length: pushed steps, from the first. feedback_map: without
+    noise. sigma: noise in the soft tokens of trials. record: sites that the reader sees beside the final hidden state.
     """
 
     model: LanguageModel
@@ -46,97 +57,92 @@ class Setting:
         prompt: Int[Tensor, " row"],
         seed: int,
         differentiable: bool = False,
-    ) -> tuple[Float[Tensor, "step row feature"], Float[Tensor, " row"], Float[Tensor, "step row"]]:
-        """Rows pushed by ``pushes`` with an unpushed reference for each prompt in the same batch.
-
-        Returns what a reader that knows the unpushed run sees after the push has ended, Σ KL(p_α ‖ p_0) over all steps,
-        and whether each step's likeliest token is the unpushed run's.
-        """
-        n = len(self.prompts)
-        rows = torch.cat([torch.arange(n), prompt])
-        course = torch.cat([torch.zeros(n, pushes.shape[1], dtype=pushes.dtype), pushes])
-        steps = len(self.cover) - 1
+    ) -> Seen:
+        """Rows pushed by ``pushes``; in the same batch each has an unpushed twin with its noise, and each prompt an
+        unpushed run without noise."""
+        n, rows = len(self.prompts), len(prompt)
+        prompts = torch.cat([torch.arange(n), prompt, prompt])
+        course = torch.zeros(n + 2 * rows, pushes.shape[1], dtype=pushes.dtype)
+        course[n : n + rows] = pushes
+        every = torch.arange(n + 2 * rows)
         told = loop.run(
             self.model,
             self.prompts,
-            programs.pulse(vectors, 1.0, steps=steps, rows=course, start=1, length=self.length),
-            feedback_map=maps.noisy(self.feedback_map, self.sigma * (torch.arange(len(rows)) >= n).float()),
+            programs.pulse(vectors, 1.0, steps=len(self.cover) - 1, rows=course, start=1, length=self.length),
+            feedback_map=maps.noisy(self.feedback_map, self.sigma * (every >= n).float()),
             site=self.site,
             context=self.context,
-            row_prompt=rows,
-            forced=self.cover[:, rows],
-            randomness=loop.Randomness(seed),
-            reference=rows,
+            row_prompt=prompts,
+            forced=self.cover[:, prompts],
+            randomness=loop.Randomness(seed, torch.cat([every[: n + rows], every[n : n + rows]])),
+            reference=torch.cat([every[:n], every[n + rows :], every[n + rows :]]),
             record=self.record,
             differentiable=differentiable,
-            max_rows=len(rows) if differentiable else None,
+            max_rows=len(prompts) if differentiable else None,
         )
         states = torch.cat([*told.recorded.values(), told.hidden], dim=-1).float()[self.length :]
         assert told.kl is not None
-        same = (told.argmax == told.argmax[:, rows])[:, n:]
-        return states[:, n:] - states[:, rows[n:]], told.kl[:, n:].sum(0), same
+        pushed = slice(n, n + rows)
+        same = told.argmax[:, pushed] == told.argmax[:, n + rows :]
+        return Seen(states[:, pushed] - states[:, prompt], told.kl[:, pushed].sum(0), same)
 
 
 @dataclass(frozen=True)
 class Learned:
-    """One step of learning: the reader's mean cross-entropy in bits per bit and step, and Σ KL in nats."""
+    """One step of learning: the reader's margin (mean over bits, in squared standard deviations), Σ KL in nats."""
 
     step: int
-    loss: float
+    margin: float
     nats: float
     carriers: Carriers
 
 
 def learn(
-    setting: Setting,
+    channel: Channel,
     start: Carriers,
     *,
     alpha: float,
-    budget: float,
-    steps: int = 60,
-    rows: int = 16,
-    rate: float = 0.03,
+    steps: int = 40,
+    rows: int = 12,
+    rate: float = 0.1,
     seed: int = 0,
 ) -> Iterator[Learned]:
-    """Carriers of length ``alpha`` at most, from ``start``, with Σ KL held near ``budget`` nats by a penalty.
+    """Carriers of length 1 that raise log(margin) − log(Σ KL) at pushes of ``alpha``, from ``start``.
 
-    Every step draws new messages, prompts and noise. ValueError for a budget or a strength that is not positive.
+    Every step draws new messages, prompts and noise. rate: by how much of its length a carrier turns in a step at the
+    beginning, roughly; it falls to a tenth. ValueError for numbers that are not positive, or fewer than 4 rows.
     """
-    if not (budget > 0 and alpha > 0 and steps >= 1 and rows >= 2):
-        raise ValueError(
-            f"budget={budget}, alpha={alpha}, steps={steps}, rows={rows}: expected positive numbers and 2 rows or more"
-        )
+    if not (alpha > 0 and steps >= 1 and rows >= 4 and rate > 0):
+        raise ValueError(f"alpha={alpha}, steps={steps}, rows={rows}, rate={rate}: expected positive numbers, 4 rows")
     draw = torch.Generator().manual_seed(seed)
-    model, n = setting.model, start.n_carriers
+    model = channel.model
     vectors = start.vectors.to(model.device).clone().requires_grad_()
-    reader: Tensor | None = None
-    scale = torch.ones(())
+    optimiser = torch.optim.Adam([vectors], lr=rate / model.d_model**0.5, betas=(0.8, 0.99))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps, eta_min=0.1 * optimiser.defaults["lr"])
+    spread: Tensor | None = None
     for step in range(1, steps + 1):
-        bits = torch.randint(2, (rows, n), generator=draw)
-        prompt = torch.randint(len(setting.prompts), (rows,), generator=draw)
+        bits = torch.randint(2, (rows, start.n_carriers), generator=draw)
+        prompt = torch.randint(len(channel.prompts), (rows,), generator=draw)
         directions = torch.nn.functional.normalize(vectors, dim=-1)
         signs = (2.0 * bits - 1).to(directions)
         noise = int(torch.randint(2**31, (1,), generator=draw))
-        differs, nats, _ = setting.run(alpha * signs, directions, prompt, noise, differentiable=True)
-        if reader is None:
-            # Least squares on the first batch is a start from which both can be learned.
-            scale = differs.detach().pow(2).mean((0, 1)).sqrt() + 1e-6
-            seen = (differs.detach() / scale).mean(0)
-            reader = (seen.mT @ signs / seen.shape[1]).clone().requires_grad_()
-            optimiser = torch.optim.Adam([{"params": [vectors], "lr": rate / model.d_model**0.5},
-                                          {"params": [reader], "lr": rate * float(reader.detach().std())}])  # fmt: skip
-        scores = (differs / scale) @ reader
-        loss = torch.nn.functional.softplus(-signs * scores).mean() / torch.log(torch.tensor(2.0))
-        leak = nats.mean()
-        excess = torch.relu(leak / budget - 1)
+        seen = channel.run(alpha * signs, directions, prompt, noise, differentiable=True)
+        states = seen.differs.mean(0)
+        effect = torch.linalg.lstsq(signs, states).solution  # (bit, feature): what each bit makes of the states
+        rest = (states - signs @ effect).detach().pow(2).sum(0) / max(1, rows - start.n_carriers)
+        spread = rest if spread is None else 0.9 * spread + 0.1 * rest
+        margin = (effect.pow(2) / (spread + 1e-3 * spread.mean())).mean(-1)
+        nats = seen.nats.mean()
+        loss = nats.log() - margin.log().mean()
         optimiser.zero_grad()
-        (loss + excess).backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
+        schedule.step()
         made = carriers.from_vectors(
             vectors.detach().cpu(),
             "learned_against_detection",
             model=model,
-            site=setting.site,
-            provenance={"alpha": alpha, "budget_nats": budget, "steps": step, "seed": seed},
+            site=channel.site,
+            provenance={"alpha": alpha, "steps": step, "rows": rows, "rate": rate, "seed": seed},
         )
-        yield Learned(step, loss.item(), leak.item(), made)
+        yield Learned(step, margin.mean().item(), nats.item(), made)

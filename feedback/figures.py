@@ -141,6 +141,7 @@ def lines(
     *,
     reference: float | None = None,
     log_y: bool = False,
+    log_x: bool = False,
 ) -> Path:
     """One labelled line per series, with its interval if given; `reference` is a dotted level."""
     colours = arm_colours(series)
@@ -151,6 +152,8 @@ def lines(
             _draw(axes, label, line, colours[label], DASHES[index // len(PALETTE) % len(DASHES)])
         if log_y:
             axes.set_yscale("log")
+        if log_x:
+            axes.set_xscale("log")
         if reference is not None:
             axes.axhline(reference, color=FAINT, lw=1, ls=(0, (2, 2)), zorder=1)
         axes.margins(x=0.015)
