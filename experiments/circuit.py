@@ -49,6 +49,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     values = sequence(circuit, config, draw) if circuit.holds else [combinations(circuit, settings.trials)]
     table: list[dict[str, Any]] = []
     steps: dict[str, int] = {}
+    said: dict[str, float | None] = {}
     runs: list[tuple[str, dict[str, Any]]] = [("host", {})] if settings.wires != "loop" else []
     runs += [("loop", {})] if looped else []
     runs += [("random_v", {"along": random})]
@@ -62,7 +63,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
                 else [{k: v[:: settings.trials] for k, v in tick.items()} for tick in values]
             )
             table += loop_wired(bank, circuit, asked) if kind == "loop" else host_wired(bank, circuit, asked, kind)
-            steps[kind] = bank.steps
+            steps[kind], said[kind] = bank.steps, bank.text_agreement
             tracker.log(len(steps), {f"circuit/{kind}/correct": share([r for r in table if r["wires"] == kind])})
     main = "host" if settings.wires != "loop" else "loop"
     summary = {
@@ -71,7 +72,8 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         "cells": len(circuit.cells),
         "steps": steps[main],
         "wires": main,
-        **{kind: verdict(table, kind) for kind in steps},
+        "text_agreement": said[main],
+        **{kind: {**verdict(table, kind), "text_agreement": said[kind]} for kind in steps},
         "noise": config.noise,
     }
     where = resolve(model.module, latch.site)
@@ -226,7 +228,8 @@ def show(result: Result) -> Table:
     heads = ", ".join(f"{kind} {s[kind]['correct_rows']} of {s[kind]['rows']} rows" for kind in kinds)
     table = Table(
         title=f"{s['circuit']}: {s['cells']} cells, {s['steps']} steps; right in every trial: {heads}",
-        caption="share of trials in which every output was right, by who carried the wire; random_v is the control",
+        caption="share of trials in which every output was right, by who carried the wire; random_v is the control"
+        + ("" if s["text_agreement"] is None else f"; the text is the same in {s['text_agreement']:.4f} of steps"),
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,

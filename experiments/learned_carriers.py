@@ -251,8 +251,8 @@ def show(result: Result) -> Table:
     share = s["messages"]["dominates_random"]["share"]
     table = Table(
         title=f"{s['n_bits']} bits: nats leaked when half of them are read: {told}",
-        caption=f"learned reads at least as many bits as random at {'–' if share is None else f'{share:.0%}'} of the nats "
-        "that both cover; 95 % intervals; bound: how much better than guessing any monitor of the text can be",
+        caption=f"learned reads at least as many bits as random at {'–' if share is None else f'{share:.0%}'} of the "
+        "nats that both cover; 95 % intervals; bound: how much better than guessing any monitor of the text can be",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,

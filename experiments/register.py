@@ -178,12 +178,12 @@ def write(
             begin = end + 1 - settings.period
             said, plain = tokens[begin : end + 1, row], tokens[begin : end + 1, rows + row]
             bits, target = (u[number, row] > 0).long(), wanted[number][row]
-            one = int(which[number][row])
+            single = int(which[number][row])
             table.append(
                 {
                     "row": row,
                     "interval": number,
-                    "pulse_on": "all" if one < 0 else str(one),
+                    "pulse_on": "all" if single < 0 else str(single),
                     "written": "".join(map(str, target.tolist())),
                     "read": "".join(map(str, bits.tolist())),
                     "wrong": int((bits != target).sum()),
@@ -236,8 +236,7 @@ def show(result: Result) -> Table:
     n = s["n_bits"]
     table = Table(
         title=f"{n} bits in one soft token: {s['words_held']} of {s['words']} words are rests; bit errors "
-        f"{s['ber']:.4f} [{s['ber_low']:.3f}, {s['ber_high']:.3f}] of {s['reads']}, text "
-        f"{s['text_agreement']:.4f}",
+        f"{s['ber']:.4f} [{s['ber_low']:.3f}, {s['ber_high']:.3f}]; text {s['text_agreement']:.4f}",
         caption="share of single-bit pulses after which a bit is wrong (diagonal: the pulsed one); along random vectors "
         f"as long: bit error rate {s['random_v']['ber']:.3f}, text agreement {s['random_v']['text_agreement']:.3f}",
         title_justify="left",

@@ -139,6 +139,18 @@ class Bank:
         self.progress = progress
         self._seeds = (seed * 1_000_003 + number for number in count())
         self.steps = 0
+        self._same = self._said = 0
+
+    @property
+    def text_agreement(self) -> float | None:
+        """Share of all steps of all cells at which the loop said what it says at rest; None for a cell that says its
+        bit, where there is no one text to agree with."""
+        low, high = self.point.tokens
+        return self._same / self._said if low == high and self._said else None
+
+    def _listen(self, tokens: Int[Tensor, "step row"]) -> None:
+        self._same += int((tokens == self.point.tokens[0]).sum())
+        self._said += tokens.numel()
 
     def start(self, bits: Int[Tensor, " row"]) -> Float[Tensor, "row d_model"]:
         return self.point.rest[bits.long()]
@@ -158,6 +170,7 @@ class Bank:
             progress=self.progress,
         )
         self.steps += len(strength)
+        self._listen(told.tokens)
         u = self.latch.read(told.hidden).cpu()
         return Evaluated((u[-1] > 0).long(), self.latch.next(told), u, told.tokens.cpu(), strength)
 
@@ -224,6 +237,7 @@ class Bank:
             ):
                 soft, u = self.latch.next(told), self.latch.read(told.hidden[-1]).cpu()
                 self.steps += told.n_steps
+                self._listen(told.tokens)
         bits = (u > 0).long().unflatten(0, (rows, len(names)))
         return {name: bits[:, number] for number, name in enumerate(names)}
 
