@@ -7,6 +7,7 @@ fitted on. All kinds share messages, prompts and noise.
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ def curve(table: list[dict[str, Any]], kind: str, split: str) -> list[dict[str, 
 def nats_for(table: list[dict[str, Any]], kind: str, split: str, bits: float) -> float | None:
     """Nats at which that many bits are read, between the points that were measured; null outside them."""
     rows = curve(table, kind, split)
-    for below, above in zip(rows, rows[1:], strict=False):
+    for below, above in pairwise(rows):
         if below["bits_read"] < bits <= above["bits_read"]:
             share = (bits - below["bits_read"]) / (above["bits_read"] - below["bits_read"])
             return math.exp((1 - share) * math.log(below["nats"]) + share * math.log(above["nats"]))

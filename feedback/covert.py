@@ -47,7 +47,7 @@ class Channel:
     length: int
     feedback_map: NamedMap
     sigma: float
-    context: Context = Context()  # noqa: B008 (frozen)
+    context: Context = Context()  # noqa: RUF009 (frozen)
     record: tuple[Site, ...] = ()
 
     def run(

@@ -1,0 +1,417 @@
+"""Hidden cells: words, files, constant pushes, learning that is stopped and goes on, and the commands' refusals."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from torch.nn.functional import one_hot
+
+import run
+from experiments import learned_carriers
+from feedback import carriers, covert, hidden, hooks, loop, maps, models, programs, results
+from feedback.cache import Context
+from feedback.hidden import HiddenCell, LoopTest, Words
+from feedback.learning import Learner, Objective
+from feedback.sites import Site, unembed
+from feedback.story import Stories, StoryLearner
+
+ROOT = Path(run.__file__).parent
+WORDS = Words(99, ((97, 98), (100, 101)))
+
+
+def cell(model, pairs=(("a", "b"),), push=False, prompt="ab ab c"):
+    return hidden.from_prompt(model, prompt, "c", pairs, Site(1), 0.6, push=push)
+
+
+# --------------------------------------------------------------------------------------------- words and files
+
+
+def test_a_soft_token_of_words_is_the_mixture_that_it_says_and_split_reads_it_back():
+    u, mass = torch.tensor([[0.5, -1.0], [0.0, 0.9], [-0.2, 0.3]]), torch.tensor([0.6, 0.5, 0.2])
+    weights = WORDS.weights(u, mass)
+    torch.testing.assert_close(weights.sum(1), torch.ones(3))
+    torch.testing.assert_close(weights[0], torch.tensor([0.6, 0.15, 0.05, 0.0, 0.2]))
+    embedding = torch.randn(128, 16)
+    full = torch.zeros(3, 128).index_add_(1, torch.tensor(WORDS.ids), weights)
+    torch.testing.assert_close(WORDS.soft(embedding, u, mass), full @ embedding)
+    torch.testing.assert_close(WORDS.split(weights[1:].log()), u[1:], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("pairs", [(), ((97, 99),), ((97, 97),), ((97, 98), (98, 100))])
+def test_words_that_are_no_pairs_under_a_cover_are_refused(pairs):
+    with pytest.raises(ValueError, match="at least one pair, and no token twice"):
+        Words(99, pairs)
+
+
+def test_a_cell_survives_its_file_and_is_refused_by_another_model(tiny, tmp_path):
+    model = tiny("llama")
+    made = replace(cell(model, push=True), provenance={"seed": 3})
+    made.save(tmp_path / "cell.safetensors")
+    back = HiddenCell.load(tmp_path / "cell.safetensors", model)
+    assert torch.equal(back.prefix, made.prefix) and torch.equal(back.push, made.push)
+    assert (back.pairs, back.cover, back.site, back.provenance) == (made.pairs, "c", Site(1), {"seed": 3})
+    with pytest.raises(ValueError, match=r"cell\.safetensors was learned on .*llama.*learn one for this model"):
+        HiddenCell.load(tmp_path / "cell.safetensors", tiny("gpt2"))
+    half = models.load(models.ModelSpec(kind="tiny", family="llama", dtype="bfloat16"))
+    HiddenCell.load(tmp_path / "cell.safetensors", half)  # the same weights, rounded
+    for path in (tmp_path / "none.safetensors", ROOT / "README.md"):
+        with pytest.raises(ValueError, match="holds no cell"):
+            HiddenCell.load(path)
+
+
+def test_a_cell_under_text_is_no_register(tiny):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="cover=story"):
+        replace(cell(model), cover="").on(model)
+
+
+# --------------------------------------------------------------------------------------- a constant push, and reading
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_is_always_pushed_is_pushed_at_the_prefix_and_at_every_step(tiny, family):
+    """Equal to the whole sequence recomputed under a plain steering hook."""
+    model = tiny(family)
+    push = 0.3 * torch.randn(model.d_model, generator=torch.Generator().manual_seed(0))
+    made = replace(cell(model, push=True), push=push)
+    held = made.on(model)
+    first = held.soft(torch.tensor([[1.0], [-1.0], [0.2]]))
+    told = held.run(first, torch.zeros(2, 3))
+    with hooks.add(model.module, Site(1), push):
+        for row in range(3):
+            inputs = torch.cat([made.prefix, told.soft_tokens[1, row][None]])[None]
+            fresh = model.module(inputs_embeds=inputs, use_cache=False).logits[0, -1]
+            torch.testing.assert_close(unembed(model.module, told.hidden[1, row]), fresh, atol=1e-5, rtol=0)
+
+
+def test_prompts_that_are_pushed_alike_are_read_once_with_the_same_result(tiny, monkeypatch):
+    model = tiny("llama")
+    vectors = torch.eye(2, model.d_model)
+    prompts = [model.encode(text) for text in ("abc", "ab", "bca b")]
+    rows = torch.tensor([0, 1, 2, 2, 0])
+    shared = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])[rows]
+    batches = []
+    read = loop._read
+    monkeypatch.setattr(loop, "_read", lambda s, p, g: batches.append(len(p)) or read(s, p, g))
+
+    def told(asked):
+        program = programs.Program(torch.zeros(3, 5, 2), vectors, asked)
+        return loop.run(model, prompts, program, feedback_map=maps.expected_embedding(), row_prompt=rows)
+
+    once = told(shared)
+    each = told(shared + 1e-12 * torch.arange(5.0)[:, None])  # rows of one prompt that differ are read row by row
+    assert batches == [3, 3] or batches == [3, 5]
+    different = shared.clone()
+    different[4] = 3.0
+    other = told(different)
+    assert batches[-1] == 5
+    torch.testing.assert_close(once.hidden, each.hidden, atol=1e-5, rtol=0)
+    torch.testing.assert_close(once.hidden[:, :4], other.hidden[:, :4], atol=1e-5, rtol=0)
+    assert (once.hidden[:, 4] - other.hidden[:, 4]).abs().max() > 1e-3
+
+
+def test_reading_splits_and_margins_are_those_of_the_logits(tiny):
+    model = tiny("llama")
+    held = cell(model, pairs=(("a", "b"), ("d", "e"))).on(model, temperature=0.5)
+    told = held.run(held.soft(torch.zeros(3, 2)), torch.zeros(2, 3))
+    logits = unembed(model.module, told.hidden)
+    a, b, d, e, c = (ord(x) for x in "abdec")
+    expected = torch.stack(
+        [torch.tanh(logits[..., a] - logits[..., b]), torch.tanh(logits[..., d] - logits[..., e])], -1
+    )
+    torch.testing.assert_close(held.read(told.hidden), expected)
+    p = logits.softmax(-1)
+    others = p.masked_fill(one_hot(torch.tensor(c), p.shape[-1]).bool(), 0).amax(-1)
+    torch.testing.assert_close(held.margins(told.hidden), p[..., c] - others)
+
+
+def test_a_cell_that_does_not_hold_its_words_is_refused_with_what_it_rests_at(tiny):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match=r"the cell does not hold \d.*experiment=learn_cell"):
+        cell(model, pairs=(("a", "b"), ("d", "e"))).on(model).contrasts()
+
+
+def test_loop_tests_are_ranked_by_what_they_kept_before_how_safely():
+    safe, kept = LoopTest(0.9, 1.0, 0.5, 0.9), LoopTest(1.0, 1.0, 0.1, 0.2)
+    assert kept > safe and max(safe, kept, LoopTest(1.0, 1.0, 0.2, 0.2)).margin == 0.2
+    assert kept.works(0.1) and not kept.works(0.2) and not safe.works(0.1)
+
+
+# ---------------------------------------------------------------------------------------------------- learning
+
+
+def learner(model, kind="prefix", steps=8, seed=0, **objective):
+    made = cell(model, pairs=(("a", "b"), ("d", "e")), push=kind != "prefix")
+    return Learner(model, made, Objective(**objective), kind=kind, steps=steps, batch=6, rate=0.02, seed=seed)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "push", "both"])
+def test_learning_lowers_the_loss_changes_what_it_may_and_no_weight(tiny, kind):
+    model = tiny("llama")
+    before = models.checksum(model.module)
+    own = learner(model, kind, steps=40)
+    start = own.prefix.detach().clone()
+    losses = [point.loss for point in own.steps(test_every=20, rows=4, steps=4)]
+    assert sum(losses[-5:]) < (0.95 if kind == "push" else 0.8) * sum(losses[:5])
+    assert torch.equal(own.prefix, start) == (kind == "push")
+    assert (own.push is None) == (kind == "prefix")
+    if own.push is not None:
+        assert own.push.norm() > 0.1
+    assert models.checksum(model.module) == before
+    assert all(not p.requires_grad and p.grad is None for p in model.module.parameters())
+    assert own.best is not None and own.best[2].provenance["kind"] == kind
+
+
+def test_learning_is_the_same_for_a_seed_and_another_for_another(tiny):
+    model = tiny("llama")
+    a, b, c = (learner(model, seed=seed) for seed in (0, 0, 1))
+    losses = [[point.loss for point in own.steps(rows=4, steps=4)] for own in (a, b, c)]
+    assert losses[0] == losses[1] != losses[2]
+    assert torch.equal(a.prefix, b.prefix)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "both"])
+def test_a_learner_that_was_stopped_goes_on_exactly(tiny, tmp_path, kind):
+    model = tiny("llama")
+    whole, first, second = (learner(model, kind, steps=13) for _ in range(3))
+    testing = {"test_every": 4, "rows": 4, "steps": 4}
+    losses = [point.loss for point in whole.steps(**testing)]
+    for point in first.steps(**testing):
+        if point.step == 7:
+            first.save(tmp_path / "learner.safetensors")
+            break
+    second.restore(tmp_path / "learner.safetensors")
+    assert [point.loss for point in second.steps(**testing)] == losses[7:]
+    assert torch.equal(second.prefix, whole.prefix)
+    assert second.best[1] == whole.best[1] and torch.equal(second.best[2].prefix, whole.best[2].prefix)
+    with pytest.raises(ValueError, match="was left by a learner"):
+        learner(model, kind, steps=14).restore(tmp_path / "learner.safetensors")
+
+
+def test_the_gradient_of_the_loss_with_respect_to_the_prefix_is_that_of_finite_differences(tiny):
+    model = tiny("llama")
+
+    def loss(shift, direction):
+        own = learner(model, steps=1, pushed=0.0)  # pushes and later targets are detached
+        own.prefix.data += shift * direction
+        own._improve = lambda value: (value.backward(), value.item())[1]
+        return own._descend(), own.prefix.grad
+
+    direction = torch.randn(cell(model).prefix.shape, generator=torch.Generator().manual_seed(1))
+    _, gradient = loss(0.0, direction)
+    slope = (loss(3e-3, direction)[0] - loss(-3e-3, direction)[0]) / 6e-3
+    assert (gradient * direction).sum().item() == pytest.approx(slope, rel=0.03)
+
+
+def test_what_is_wanted_is_the_threshold_gate_of_split_and_push():
+    wanted = Objective(level=0.8, sharpness=100.0).wanted(
+        WORDS, 0.6, torch.tensor([[0.9, 0.9], [0.9, -0.9], [-0.1, 0.1]]), torch.tensor([[-0.7, -1.6], [0, 1.0], [0, 0]])
+    )
+    split = WORDS.split(wanted.log())
+    torch.testing.assert_close(split, 0.8 * torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]]), atol=1e-3, rtol=0)
+    torch.testing.assert_close(wanted[:, 0], torch.full((3,), 0.6))
+
+
+@pytest.mark.parametrize("wrong", [{"level": 1.0}, {"pushed": 2.0}, {"threshold": 0.0}, {"unroll": 0}, {"sigma": -1.0}])
+def test_objectives_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match="expected level in"):
+        Objective(**wrong)
+
+
+# ------------------------------------------------------------------------------------------------- under text
+
+
+def stories(model, texts=("abc ab", "ca", "bcab c")):
+    return Stories.write(model, texts, 5)
+
+
+def test_stories_are_the_models_own_greedy_text(tiny):
+    model = tiny("llama")
+    told = stories(model)
+    for row, ids in enumerate(told.prompts):
+        tokens = list(ids)
+        for token in told.cover[:, row].tolist():
+            logits = model.module(torch.tensor([tokens])).logits[0, -1]
+            assert token == logits.argmax().item()
+            tokens.append(token)
+
+
+def test_all_positions_at_once_are_what_each_row_alone_gives(tiny):
+    """Ragged prompts, pushes at some steps: the padded batch against every row by itself."""
+    model = tiny("llama")
+    told = stories(model)
+    own = StoryLearner(model, cell(model), Objective(sigma=0.0), stories=told, held_out=told, batch=3, steps=2)
+    own.carriers = torch.randn(1, model.d_model, generator=torch.Generator().manual_seed(0))
+    u = torch.rand(5, 3, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    pushes = torch.zeros(5, 3)
+    pushes[1:3] = torch.tensor([1.0, -2.0, 0.0])
+    together = own._outputs(torch.arange(3), u, pushes)
+    for row in range(3):
+        alone = own._outputs(torch.tensor([row]), u[:, row : row + 1], pushes[:, row : row + 1])
+        torch.testing.assert_close(together[:, row], alone[:, 0], atol=1e-5, rtol=0)
+    unpushed = own._outputs(torch.arange(3), u, 0 * pushes)
+    assert torch.equal(unpushed[:2], together[:2]) or torch.allclose(unpushed[:2], together[:2], atol=1e-6)
+    assert (unpushed[2, :2] - together[2, :2]).abs().min() > 1e-5
+
+
+def test_a_story_cell_is_learned_with_a_lower_loss(tiny):
+    model = tiny("llama")
+    told = stories(model)
+    own = StoryLearner(model, cell(model), Objective(), stories=told, held_out=told, batch=6, steps=25, rate=0.02)
+    losses = [point.loss for point in own.steps(test_every=25)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert 0 <= own.best[1].text_agreement <= 1
+
+
+# ---------------------------------------------------------------------------------- carriers against detection
+
+
+def channel(model, **changes):
+    told = stories(model)
+    settings = {"feedback_map": maps.hard_mix(maps.expected_embedding(), 0.5), "sigma": 0.05, "length": 2} | changes
+    return covert.Channel(
+        model=model, prompts=told.prompts, cover=told.cover, site=Site(1), context=Context("full"), **settings
+    )
+
+
+def test_a_channel_compares_rows_with_twins_under_the_same_noise(tiny):
+    model = tiny("llama")
+    pushes = torch.tensor([[0.0], [2.0], [0.0], [-2.0]])
+    seen = channel(model).run(pushes, torch.eye(1, model.d_model), torch.tensor([0, 0, 1, 2]), 3)
+    assert seen.differs.shape == (3, 4, model.d_model)
+    assert seen.nats[[0, 2]].abs().max() == 0 and seen.nats[[1, 3]].min() > 0
+    assert seen.same[:, [0, 2]].all()
+    assert seen.differs[:, 0].abs().max() > 0  # the noise, against the noiseless run
+
+
+def test_learned_carriers_raise_the_margin_per_nat(tiny):
+    model = tiny("llama")
+    start = carriers.random_orthonormal(2, model.d_model, torch.Generator().manual_seed(0))
+    points = list(covert.learn(channel(model), start, alpha=0.5, steps=40, rows=8, rate=0.2))
+    ratio = [point.margin / point.nats for point in points]
+    assert sum(ratio[-8:]) > 1.5 * sum(ratio[:8])
+    torch.testing.assert_close(points[-1].carriers.vectors.norm(dim=-1), torch.ones(2))
+    with pytest.raises(ValueError, match="4 rows"):
+        next(covert.learn(channel(model), start, alpha=0.5, rows=3))
+
+
+def test_domination_is_measured_where_both_curves_are():
+    def rows(kind, nats, bits):
+        return [
+            {"carriers": kind, "split": "messages", "nats": n, "bits_read": b} for n, b in zip(nats, bits, strict=True)
+        ]
+
+    table = rows("learned", [0.1, 1, 10], [1, 2, 3]) + rows("random", [1, 10, 100], [1, 2, 3])
+    assert learned_carriers.dominates(table, "messages", "random") == {"share": 1.0, "more_bits": pytest.approx(1.0)}
+    assert learned_carriers.nats_for(table, "learned", "messages", 1.5) == pytest.approx(0.1 * 10**0.5)
+    assert learned_carriers.nats_for(table, "random", "messages", 3.5) is None
+    assert learned_carriers.dominates(rows("learned", [1], [1]) + rows("random", [2], [1]), "messages", "random") == {
+        "share": None,
+        "more_bits": None,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the commands
+
+
+def configured(name, *overrides):
+    tiny_model = ["model=tiny", "site.block=1", "tracking=disabled", "quiet=true"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return OmegaConf.to_object(compose("config", [f"experiment={name}", *tiny_model, *overrides]))
+
+
+LEARN = [
+    "learn.prompt='ab c'", "learn.cover=c", "learn.pairs=[[a,b]]", "learn.steps=6", "learn.test_every=3",
+    "learn.test_rows=4", "learn.test_steps=4", "learn.batch=4",
+]  # fmt: skip
+
+
+def test_learn_cell_leaves_its_cell_its_state_and_says_that_it_does_not_work(tmp_path):
+    record = run.main(configured("learn_cell", *LEARN), tmp_path / "a", None)
+    s = record["summary"]
+    assert s["works"] is False and s["why_not"] and s["steps"] == 6 and s["untrained"]["kept"] <= 1
+    made = HiddenCell.load(tmp_path / "a" / "cell.safetensors")
+    assert made.provenance["loop_test"]["margin"] == s["margin"] and made.provenance["prompt"] == "ab c"
+    assert (tmp_path / "a" / "figures" / "learning.png").stat().st_size > 5_000
+    table = results.read_table(tmp_path / "a" / "table.csv")
+    assert [row["step"] for row in table] == [*range(1, 7)]
+    again = run.main(configured("learn_cell", *LEARN, f"learn.resume={tmp_path / 'a'}"), tmp_path / "b", None)
+    assert again["summary"]["loop_test"] == s["loop_test"]
+
+
+def test_an_interrupt_keeps_the_best_cell_and_says_how_to_go_on(tmp_path, monkeypatch):
+    descend, count = Learner._descend, iter(range(100))
+
+    def interrupted(self):
+        if next(count) == 4:
+            raise KeyboardInterrupt
+        return descend(self)
+
+    monkeypatch.setattr(Learner, "_descend", interrupted)
+    with pytest.raises(RuntimeError, match=r"stopped at step 4; the best cell so far is .*learn\.resume="):
+        run.main(configured("learn_cell", *LEARN), tmp_path, None)
+    assert HiddenCell.load(tmp_path / "cell.safetensors").provenance["step"] == 3
+    monkeypatch.setattr(Learner, "_descend", descend)
+    record = run.main(configured("learn_cell", *LEARN, f"learn.resume={tmp_path}"), tmp_path / "on", None)
+    straight = run.main(configured("learn_cell", *LEARN), tmp_path / "straight", None)
+    assert record["summary"]["loop_test"] == straight["summary"]["loop_test"]
+
+
+def test_learned_carriers_measures_every_kind_at_every_strength(tmp_path):
+    quick = ["covert.n_bits=2", "covert.learn_steps=3", "covert.rows=4", "covert.fit_messages=4", "steps=4",
+             "covert.test_messages=4", "covert.pairs=[[a,b],[c,d]]", "hidden_bits.read_behind=[1]",
+             "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]"]  # fmt: skip
+    record = run.main(configured("learned_carriers", *quick), tmp_path, None)
+    table = results.read_table(tmp_path / "table.csv")
+    assert {(row["carriers"], row["alpha"], row["split"]) for row in table} == {
+        (kind, alpha, split)
+        for kind in ("learned", "random", "contrast")
+        for alpha in (1, 4)
+        for split in ("messages", "prompts")
+    }
+    assert all(0 <= row["bits_low"] <= row["bits_read"] <= row["bits_high"] <= 2 for row in table)
+    assert record["summary"]["messages"].keys() == record["summary"]["prompts"].keys()
+    model = models.load(models.ModelSpec(kind="tiny"))
+    assert carriers.from_file(tmp_path / "carriers.safetensors", model, Site(1)).n_carriers == 2
+
+
+@pytest.mark.parametrize(
+    ("experiment", "override", "message"),
+    [
+        ("learn_cell", "learn.kind=magic", "prefix, push or both"),
+        ("learn_cell", "learn.steps=0", "learn.steps=0"),
+        ("learn_cell", "learn.cover_mass=0.99", "a mass from 0.2 to 0.9"),
+        ("learn_cell", "learn.resume=nowhere", "there is no learner.safetensors"),
+        ("learn_cell", "learn.level=1.5", r"level in \(0, 1\)"),
+        ("learn_cell", "learn.pairs=[[a]]", "expected text, and pairs"),
+        ("hidden_latch", "cell.file=nowhere.safetensors", r"cell\.file=nowhere\.safetensors: no such file.*hidden"),
+        ("hidden_latch", "hidden_latch.rows=6", "rows in fours"),
+        ("hidden_latch", "hidden_latch.period=5", "more than pulse_steps=5"),
+        ("hidden_latch", "cell=cat_dog", "contrast_soft_tokens|measures a learned cell"),
+        ("register", "register.period=3", "more steps than pulse_steps=5"),
+        ("register", "cell=cat_dog", "measures a learned cell"),
+        ("latch", "carriers.kind=contrast_rests", "is of a learned cell"),
+        ("learned_carriers", "carriers=unembedding", "learning starts from carriers=random_orthonormal"),
+        ("learned_carriers", "covert.fit_messages=3", "even numbers"),
+        ("learned_carriers", "covert.length=6", "steps behind the push"),
+        ("learned_carriers", "prompts.unseen=15", "two have to be left"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_the_model_is_loaded(
+    experiment, override, message, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(models, "load", lambda spec: pytest.fail("the model was loaded"))
+    extra = ["carriers.a=a", "carriers.b=b"] if override.startswith("carriers=") else []
+    extra += ["cell=hidden"] if experiment == "register" and "cell" not in override else []
+    with pytest.raises(ValueError, match=message):
+        run.main(configured(experiment, override, *extra), tmp_path, None)
+
+
+def test_a_cell_of_several_bits_is_for_the_register(tmp_path, tiny):
+    model = models.load(models.ModelSpec(kind="tiny"))
+    cell(model, pairs=(("a", "b"), ("d", "e"))).save(tmp_path / "two.safetensors")
+    with pytest.raises(ValueError, match="holds 2 bits: experiment=register"):
+        run.main(configured("hidden_latch", f"cell.file={tmp_path / 'two.safetensors'}"), tmp_path / "job", None)
