@@ -237,8 +237,8 @@ def show(result: Result) -> Table:
     table = Table(
         title=f"{n} bits in one soft token: {s['words_held']} of {s['words']} words are rests, bit error rate "
         f"{s['ber']:.4f} [{s['ber_low']:.3f}, {s['ber_high']:.3f}], text agreement {s['text_agreement']:.4f}",
-        caption="share of single-bit pulses after which a bit is wrong (diagonal: the pulsed one); along random "
-        f"vectors as long: bit error rate {s['random_v']['ber']:.3f}, text agreement {s['random_v']['text_agreement']:.3f}",
+        caption="share of single-bit pulses after which a bit is wrong (diagonal: the pulsed one); along random v "
+        f"as long {s['random_v']['ber']:.3f} of bits, text agreement {s['random_v']['text_agreement']:.3f}",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,

@@ -204,6 +204,47 @@ def test_all_sixteen_logic_gates_are_right_in_64_of_64_noisy_trials_of_every_row
     assert s["controls"]["loop_cut"]["gates_correct"] == 0
 
 
+def test_a_hidden_bit_is_set_held_and_reset_while_every_token_stays_the_same(tmp_path):
+    s = cell_job(tmp_path, "hidden_latch", "hidden_latch.levels=5")
+    assert (s["rows"], s["steps"]) >= (32, 250) and s["reads"] >= 512
+    assert s["ber"] == 0
+    assert s["text_agreement"] >= 0.995
+    assert s["text_ber_low"] <= 0.5 <= s["text_ber_high"]
+    assert s["hold_censored"] and s["hold_steps"] >= 200
+    assert s["random_v_switches"] == 0
+    assert s["margin"] > 0.1
+    assert s["kl_nats_per_step"]["same_bit_held"] < 0.01 < s["kl_nats_per_step"]["other_bit_held"]  # logits show it
+
+
+def test_logic_gates_and_the_full_adder_are_right_under_a_text_that_does_not_change(tmp_path):
+    quick = ["cell=hidden", "logic.trials=16", "logic.control_trials=1"]
+    s = cell_job(tmp_path / "gates", "hidden_logic", *quick)
+    assert s["gates_perfect"] == 16 and s["text_agreement"] >= 0.99
+    s = cell_job(tmp_path / "adder", "circuit", "circuit=full_adder", "cell=hidden", "logic.trials=4")
+    assert s["correct_rows"] == s["loop"]["correct_rows"] == 8
+    assert s["text_agreement"] >= 0.99 and s["random_v"]["correct_rows"] < 8
+
+
+def test_two_bits_in_one_soft_token_are_set_apart_under_the_same_text(tmp_path):
+    s = cell_job(tmp_path, "register")
+    assert s["words_held"] == s["words_written"] == 4
+    assert s["ber"] == 0 and s["text_agreement"] >= 0.99
+    assert s["random_v"]["ber"] > 0.25
+
+
+def test_learning_a_cell_from_scratch_comes_to_hold_a_bit_that_its_prompt_does_not(tmp_path):
+    quick = ["learn.steps=120", "learn.test_every=20", "learn.margin=0.05", "learn.patience=1"]
+    s = cell_job(tmp_path, "learn_cell", *quick)
+    assert s["untrained"]["kept"] < 0.5
+    assert s["loop_test"]["kept"] == 1 and s["loop_test"]["text_agreement"] == 1
+
+
+def test_learned_carriers_read_more_bits_for_the_same_nats_than_random_ones(tmp_path):
+    s = cell_job(tmp_path, "learned_carriers", "covert.learn_steps=30", "alpha=[0.5,1,2]", "covert.fit_messages=6")
+    assert s["messages"]["dominates_random"]["share"] == 1
+    assert s["messages"]["dominates_random"]["more_bits"] > 0.1
+
+
 @pytest.mark.parametrize("circuit", ["full_adder", "counter_2"])
 def test_circuits_are_right_on_every_row_with_the_host_as_the_wire(tmp_path, circuit):
     quick = ["logic.trials=4", "logic.ticks=4", "logic.sequences=6", "logic.wires=host"]
