@@ -137,18 +137,12 @@ class Latch:
         if strength.dim() == 2:
             which = torch.zeros(len(first), dtype=torch.long) if which is None else which
             strength = strength[..., None] * torch.nn.functional.one_hot(which, len(carriers)).to(strength.dtype)
-        prompt_coefficients = None
-        if self.always is not None:
-            carriers = torch.cat([carriers, self.always[None].to(carriers)])
-            strength = torch.cat([strength, torch.ones_like(strength[..., :1])], dim=-1)
-            prompt_coefficients = torch.zeros(strength.shape[1:])
-            prompt_coefficients[:, -1] = 1
         inner = self.map if feedback_map is None else feedback_map
         noisy = bool(torch.as_tensor(sigma).any())
         told = loop.run(
             self.model,
             [self.prompt],
-            Program(strength, carriers, prompt_coefficients, columns={"row": torch.arange(len(first))}),
+            Program(strength, carriers, columns={"row": torch.arange(len(first))}).and_always(self.always),
             feedback_map=maps.noisy(inner, sigma) if noisy else inner,
             site=self.site if site is None else site,
             context=Context("prompt"),

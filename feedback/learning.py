@@ -190,17 +190,12 @@ class Learner:
 
     def _run(self, first: Tensor, amounts: Tensor, steps: int, record: Sequence[Site] = ()) -> Trajectory:
         """Rows pushed by ``amounts`` (row, bit) of the carriers at every step."""
-        carriers, rows = self.carriers, len(first)
-        prompt_coefficients = None
-        if self.push is not None:
-            carriers = torch.cat([carriers, self.push[None]])
-            amounts = torch.cat([amounts, torch.ones_like(amounts[:, :1])], dim=1)
-            prompt_coefficients = torch.zeros(amounts.shape)
-            prompt_coefficients[:, -1] = 1
+        rows = len(first)
+        program = Program(amounts.expand(steps, -1, -1), self.carriers, columns={"row": torch.arange(rows)})
         return loop.run(
             self.model,
             [self.prefix],
-            Program(amounts.expand(steps, -1, -1), carriers, prompt_coefficients, {"row": torch.arange(rows)}),
+            program.and_always(self.push),
             feedback_map=maps.expected_embedding(),
             site=self.cell.site,
             context=Context("prompt"),

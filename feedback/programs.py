@@ -86,6 +86,21 @@ class Program:
             columns={name: values[_on(picked, values)] for name, values in self.columns.items()},
         )
 
+    def and_always(self, vector: Float[Tensor, " d_model"] | None) -> "Program":
+        """The program with ``vector`` pushed in addition at every pass, the prompt's included; itself for None."""
+        if vector is None:
+            return self
+        one = torch.ones_like(self.coefficients[..., :1])
+        prompt = (
+            torch.zeros_like(self.coefficients[0]) if self.prompt_coefficients is None else self.prompt_coefficients
+        )
+        return replace(
+            self,
+            coefficients=torch.cat([self.coefficients, one], dim=-1),
+            carriers=torch.cat([self.carriers, vector[None].to(self.carriers)]),
+            prompt_coefficients=torch.cat([prompt, one[0]], dim=-1),
+        )
+
     @staticmethod
     def concatenate(programs: Sequence["Program"]) -> "Program":
         """The rows of all ``programs`` in order, as one batch.

@@ -69,17 +69,11 @@ def run(
     mix: share of the soft token in what is fed back; at 0 the text itself is, so the cache is all that remembers.
     """
     read = [torch.cat([cell.prefix.to(model.embedding), model.embedding[torch.tensor(p)]]) for p in stories.prompts]
-    vectors, coefficients, always = vector[None], strength[..., None], None
-    if cell.push is not None:
-        vectors = torch.cat([vectors, cell.push[None].to(vectors)])
-        coefficients = torch.cat([coefficients, torch.ones_like(coefficients)], dim=-1)
-        always = torch.zeros(coefficients.shape[1:])
-        always[:, -1] = 1
     inner: NamedMap = maps.hard_mix(maps.expected_embedding(temperature), mix)
     return loop.run(
         model,
         read,
-        programs.Program(coefficients, vectors, always, {"prompt": prompt}),
+        programs.Program(strength[..., None], vector[None], columns={"prompt": prompt}).and_always(cell.push),
         feedback_map=maps.noisy(inner, sigma) if sigma else inner,
         site=cell.site,
         context=Context("full"),
