@@ -1,16 +1,12 @@
 """Compose the config, check it, open the run, call the experiment, print its table, close the run."""
 
-import importlib
 import logging
 import os
-import secrets
-import signal
 import sys
 import time
 import traceback
 import warnings
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import hydra
@@ -18,17 +14,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from conf import sweeps
 from conf.schema import Config, register
 
 register()
-OmegaConf.register_new_resolver(
-    "uid", lambda: secrets.token_hex(3), use_cache=True, replace=True
-)  # two sweeps that start in one second get two folders
 
 
 def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
     """Runs one job into ``folder`` and returns its record. Everything heavy is imported here, so that a misspelt key
-    answers at once."""
+    answers at once. group: the sweep that it is a job of, if any."""
     import torch
     from rich.console import Console
 
@@ -36,14 +30,10 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
     from feedback import models, results, tracking
 
     started = time.perf_counter()
-    experiment = importlib.import_module(f"experiments.{config.name}")
+    experiment = sweeps.check(config)
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    tracking.check(config.tracking.mode)
-    spec = build.model_spec(config)
-    build.check(config)
-    experiment.check(config, models.describe(spec))
     torch.manual_seed(config.seed)  # nothing in the library draws from the global generator; foreign code might
-    model = models.load(spec)
+    model = models.shared(build.model_spec(config))
     with tracking.track(
         mode=config.tracking.mode,
         folder=folder,
@@ -74,10 +64,13 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
         for name, path in result.figures.items():
             tracker.image(f"figures/{name}", path)
         tracker.summary(result.summary)
-    width = None if sys.stdout.isatty() else 140
-    console = Console(width=width, soft_wrap=width is not None)
-    console.print(experiment.show(result))
-    console.print(f"{folder}  ({record['wall_seconds']:.0f} s)", highlight=False)
+    if not record["weights_unchanged"]:
+        models.shared.cache_clear()
+    if group is None:
+        width = None if sys.stdout.isatty() else 140
+        console = Console(width=width, soft_wrap=width is not None)
+        console.print(experiment.show(result))
+        console.print(f"{folder}  ({record['wall_seconds']:.0f} s)", highlight=False)
     return record
 
 
@@ -99,35 +92,60 @@ def fail(folder: Path, config: Config, error: BaseException) -> None:
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
-def job(settings: DictConfig) -> None:
+def job(settings: DictConfig) -> float | None:
+    """One run, or one job of a sweep: a sweep's other jobs go on when this one fails. Returns the objective."""
     hydra_config = HydraConfig.get()
     sweeping = hydra_config.mode == RunMode.MULTIRUN
     folder = Path(hydra_config.runtime.output_dir)
     group = Path(hydra_config.sweep.dir).name if sweeping else None
+    told = f"#{hydra_config.job.num}:" if sweeping else f"{folder}:"
     config = OmegaConf.to_object(settings)
     assert isinstance(config, Config)
     logging.captureWarnings(True)
     warnings.filterwarnings("default", category=DeprecationWarning, module="feedback|experiments|conf")
+    sweeps.set_threads(config.threads, hydra_config.launcher)
     try:
-        main(config, folder, group)
+        with sweeps.stoppable():
+            record = sweeps.finished(folder, config)
+            if record is not None:
+                print(told, "finished before")
+            else:
+                sweeps.clear(folder, config, f"{hydra_config.job.name}.log")
+                record = main(config, folder, group)
+                if sweeping:
+                    print(told, f"finished in {record['wall_seconds']:.0f} s", flush=True)
     except BaseException as error:
         fail(folder, config, error)
-        expected = isinstance(error, (ValueError, OSError, RuntimeError)) and not _debugging()
-        if sweeping or not expected:
+        _forget_model()
+        if not isinstance(error, Exception):
+            raise  # told to stop: the sweep's other jobs, too
+        if sweeping:
+            print(told, f"failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            return float("nan")
+        if not isinstance(error, (ValueError, OSError, RuntimeError)) or _debugging():
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    return sweeps.objective(record, config.objective)
+
+
+def _forget_model() -> None:
+    """A run that failed may have left something on its model."""
+    if "feedback.models" in sys.modules:
+        sys.modules["feedback.models"].shared.cache_clear()
 
 
 def _debugging() -> bool:
     return bool(os.environ.get("HYDRA_FULL_ERROR"))
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    """A run that is told to stop ends as a failed one, with what it has."""
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _terminate)
-    job()
+    status: Any = 1
+    try:
+        job()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code
+    finally:
+        closed = sweeps.close()
+    sys.exit(status or closed)

@@ -141,7 +141,6 @@ class LearnConfig:
     test_steps: int = 16
     margin: float = 0.15  # top-1 less top-2 probability that a working cell needs in the test's worst step
     patience: int = 6  # working tests in a row, none better than the best, after which it ends
-    resume: str | None = None  # folder of a run that was interrupted
 
 
 @dataclass
@@ -261,6 +260,9 @@ class Config:
     max_rows: int | None = None  # rows per chunk; null: as many as fit a quarter of the memory
     save_states: bool = False  # keep soft tokens and hidden states in trajectory.safetensors
     quiet: bool = False  # no progress bar
+    threads: int | None = None  # of PyTorch in every job; null: all cores, or a job's share where several run at once
+    resume: str | None = None  # folder of a run or sweep that was interrupted: what is finished there is left alone
+    objective: str | None = None  # what a sweeper that searches gets: a number of the summary, as hard.ber
     model: ModelConfig = field(default_factory=ModelConfig)
     site: SiteConfig = field(default_factory=SiteConfig)
     carriers: CarriersConfig = field(default_factory=CarriersConfig)

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from tqdm import tqdm
 
 from conf import build
 from conf.schema import Config
-from feedback import audit, loop, maps, metrics, programs
+from feedback import audit, loop, maps, metrics, programs, progress
 from feedback.hooks import hidden_of, with_hidden
 from feedback.models import LanguageModel, ModelShape
 from feedback.results import Result
@@ -212,9 +211,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     program = programs.constant(v, 0.0, steps=config.steps, rows=len(prompts))
     table: list[dict[str, Any]] = []
     names = [CLEAN, *config.audit.plants]
-    with tqdm(
-        total=len(names) * config.steps * len(prompts), unit="row-step", disable=config.quiet or None, leave=False
-    ) as bar:
+    with progress.bar(config.quiet, total=len(names) * config.steps * len(prompts), unit="row-step") as bar:
         go = partial(
             loop.run,
             model,
@@ -222,12 +219,12 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             program,
             site=build.site(config),
             context=build.context(config.context),
-            progress=bar.update,
+            progress=bar.turn,
         )
         cover = go(feedback_map=maps.one_hot()).text.mT
         clean = go(feedback_map=maps.one_hot(), forced=cover)
         for name in names:
-            bar.set_description(name)
+            bar.stage(name)
             table.append(
                 audited(name, target, start, partial(go, feedback_map=maps.one_hot(), forced=cover), clean, draw)
             )

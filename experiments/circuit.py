@@ -12,11 +12,10 @@ from jaxtyping import Int
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-from tqdm import tqdm
 
 from conf import build
 from conf.schema import Config
-from feedback import audit, carriers, metrics
+from feedback import audit, carriers, metrics, progress
 from feedback.cells import Bank, Evaluated
 from feedback.logic import Circuit, input_rows
 from feedback.models import LanguageModel, ModelShape
@@ -53,10 +52,10 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     runs: list[tuple[str, dict[str, Any]]] = [("host", {})] if settings.wires != "loop" else []
     runs += [("loop", {})] if looped else []
     runs += [("random_v", {"along": random})]
-    with tqdm(unit="row-step", disable=config.quiet or None, leave=False) as bar:
+    with progress.bar(config.quiet, unit="row-step") as bar:
         for kind, different in runs:
-            bar.set_description(kind)
-            bank = Bank(latch, point, sigma=config.noise, seed=config.seed, progress=bar.update, **different)
+            bar.stage(kind)
+            bank = Bank(latch, point, sigma=config.noise, seed=config.seed, progress=bar.turn, **different)
             asked = (
                 values
                 if kind != "random_v"

@@ -14,11 +14,10 @@ from jaxtyping import Bool, Float, Int
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-from tqdm import tqdm
 
 from conf import build
 from conf.schema import ArmConfig, Config
-from feedback import figures, loop, maps, metrics, programs
+from feedback import figures, loop, maps, metrics, programs, progress
 from feedback.models import LanguageModel, ModelShape
 from feedback.programs import balanced_messages
 from feedback.readout import StepReader, TextReader
@@ -109,9 +108,9 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     total = len(arms) * config.steps * len(rows.kind)
     states: dict[str, Trajectory] = {}
     table: list[dict[str, Any]] = []
-    with tqdm(total=total, unit="row-step", disable=config.quiet or None, leave=False) as bar:
+    with progress.bar(config.quiet, total=total, unit="row-step") as bar:
         for name, arm in config.hidden_bits.arms.items():
-            bar.set_description(name)
+            bar.stage(name)
             if arm.states_of is None:
                 states[name] = run_arm(
                     config, model, prompts, carriers.scaled, rows, arm, cover, randomness, bar.update

@@ -13,11 +13,10 @@ from jaxtyping import Bool, Float, Int
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-from tqdm import tqdm
 
 from conf import build
 from conf.schema import Config
-from feedback import audit, carriers, cells, figures, loop, metrics
+from feedback import audit, carriers, cells, figures, loop, metrics, progress
 from feedback.cells import OperatingPoint
 from feedback.latch import Latch, crossing, pulses, static_thresholds
 from feedback.models import LanguageModel, ModelShape
@@ -56,18 +55,18 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     before = audit.plain(audit.snapshot(model.module))
     held = build.register(config, model)
     latch = build.latch(config, model, draw)
-    with tqdm(unit="row-step", disable=config.quiet or None, leave=False) as bar:
-        bar.set_description("thresholds")
+    with progress.bar(config.quiet, unit="row-step") as bar:
+        bar.stage("thresholds")
         point = cells.operating_point(
             latch, pulse_steps=settings.pulse_steps, settle_steps=8, top=None, single=settings.single
         )
         set_at, reset_at = static_thresholds(latch, point.rest, latch.distance(point.rest), 40)
         coupling = latch.couplings([0.0])
         alphas, up, down = sweep(settings, latch, point.rest, set_at, reset_at)
-        bar.set_description("written and held")
+        bar.stage("written and held")
         plan = Plan(config, point, draw)
-        told = plan.run(latch, bar.update)
-        bar.set_description("random v")
+        told = plan.run(latch, bar.turn)
+        bar.stage("random v")
         controls = random_vectors(config, latch, point, draw)
     u = latch.read(told.hidden).cpu()
     tokens, margin = told.tokens.cpu(), held.margins(told.hidden).cpu()

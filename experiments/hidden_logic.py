@@ -13,11 +13,10 @@ from jaxtyping import Int
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-from tqdm import tqdm
 
 from conf import build
 from conf.schema import Config
-from feedback import audit, carriers, cells, figures, logic, metrics
+from feedback import audit, carriers, cells, figures, logic, metrics, progress
 from feedback.cells import Bank, Evaluated
 from feedback.models import LanguageModel, ModelShape
 from feedback.results import Result
@@ -42,10 +41,10 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     point = build.operating_point(config, latch)
     rows = 4 * (16 + 2) * settings.trials
     steps = settings.pulse_steps + settings.settle_steps
-    with tqdm(total=rows * steps, unit="row-step", disable=config.quiet or None, leave=False) as bar:
+    with progress.bar(config.quiet, total=rows * steps, unit="row-step") as bar:
 
         def bank(**different: Any) -> Bank:
-            return Bank(latch, point, sigma=config.noise, seed=config.seed, progress=bar.update, **different)
+            return Bank(latch, point, sigma=config.noise, seed=config.seed, progress=bar.turn, **different)
 
         told = all_gates(bank(), settings.trials)
         controls = {

@@ -14,11 +14,10 @@ from jaxtyping import Float
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-from tqdm import tqdm
 
 from conf import build
 from conf.schema import Config
-from feedback import audit, carriers, figures, loop, maps, metrics, programs
+from feedback import audit, carriers, figures, loop, maps, metrics, programs, progress
 from feedback.cache import Context
 from feedback.latch import Latch, critical_field, crossing, pulses, rests, search, static_thresholds
 from feedback.models import LanguageModel, ModelShape
@@ -76,7 +75,7 @@ def measure(
 ) -> Result:
     """Everything about one latch. ValueError, with the measured L, where there are no two rests."""
     settings, top = config.latch, config.latch.top
-    with tqdm(unit="step", disable=config.quiet or None, leave=False) as bar:
+    with progress.bar(config.quiet, unit="row-step") as bar:
         theory = predict(cell, top)
         u, rest, _ = cell.settle(settings.settle_steps)
         low, high = u[-1].tolist()
@@ -87,7 +86,7 @@ def measure(
                 f"rest at u = {high:.2f} from A and {low:.2f} from B. Screen for another pair or prompt: "
                 "python run.py experiment=latch_screen"
             )
-        bar.set_description("thresholds")
+        bar.stage("thresholds")
         set_at, reset_at = static_thresholds(cell, rest, top, settings.static_steps, LEVELS, ROUNDS)
         by_length = pulse_thresholds(cell, rest, settings.pulse_lengths, 2 * top, settings.settle_steps // 3)
         if not (math.isfinite(set_at) and math.isfinite(reset_at)):
@@ -97,12 +96,12 @@ def measure(
             )
         beyond = settings.margin * (set_at + reset_at)
         levels = torch.linspace(-reset_at - beyond, set_at + beyond, settings.levels)
-        bar.set_description("sweep")
+        bar.stage("sweep")
         table, by_dwell = sweep(config, cell, rest, levels, bar)
-        bar.set_description("hold")
+        bar.stage("hold")
         held, noisy, rows = hold(config, cell, rest, levels, bar)
         table += rows
-        bar.set_description("controls")
+        bar.stage("controls")
         controls = control(config, cell, rest, set_at, reset_at, draw)
     for row in table:
         if row["kind"] == "up" and row["dwell"] == max(settings.dwells):
@@ -206,7 +205,7 @@ def sweep(
     longest = max(map(len, stairs))
     strength = torch.stack([torch.cat([s, s[-1:].expand(longest - len(s))]) for s in stairs], dim=1)
     start = rest[torch.tensor([0, 1] * len(settings.dwells))]
-    told = cell.run(start, strength, progress=lambda rows: bar.update(1))
+    told = cell.run(start, strength, progress=bar.turn)
     u = cell.read(told.hidden).cpu()
     table, by_dwell = [], {}
     for number, times in enumerate(settings.dwells):
@@ -235,9 +234,7 @@ def hold(
     n_held = 2 + 2 * trials
     strength[: len(stair), n_held : n_held + sweeps] = stair[:, None]
     strength[: len(stair), n_held + sweeps :] = stair.flip(0)[:, None]
-    told = cell.run(
-        rest[state], strength, sigma=sigma, randomness=loop.Randomness(config.seed), progress=lambda rows: bar.update(1)
-    )
+    told = cell.run(rest[state], strength, sigma=sigma, randomness=loop.Randomness(config.seed), progress=bar.turn)
     u = cell.read(told.hidden).cpu()
     kept = (u[:, :n_held] > 0) == (state[:n_held] > 0)
     lasted = torch.where(kept.all(0), steps, kept.int().argmin(0))

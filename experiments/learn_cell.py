@@ -1,7 +1,7 @@
 """Learns a hidden cell: a loop that says one word whatever bits it holds, through the frozen model.
 
 The best cell by a held-out loop test (many starts, noise, nothing of it in any batch) is written whenever there is a
-better one, so an interrupted run leaves the best so far, and ``learn.resume`` goes on from there.
+better one, so an interrupted run leaves the best so far, and the same command with ``resume=`` goes on from there.
 """
 
 import math
@@ -11,11 +11,10 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from tqdm import tqdm
 
 from conf import build
 from conf.schema import Config
-from feedback import cells, figures, hidden
+from feedback import cells, figures, hidden, progress
 from feedback.hidden import HiddenCell
 from feedback.learning import Learner, Objective
 from feedback.models import LanguageModel, ModelShape
@@ -24,6 +23,7 @@ from feedback.sites import resolve, resolve_block
 from feedback.tracking import Tracker
 
 STATE, CELL = "learner.safetensors", "cell.safetensors"
+CONTINUES = (STATE, CELL)  # what a resumed run goes on with
 
 
 def check(config: Config, shape: ModelShape) -> None:
@@ -43,8 +43,6 @@ def check(config: Config, shape: ModelShape) -> None:
             f"learn.test_steps={settings.test_steps}, learn.cover_mass={settings.cover_mass}: expected at least 4 "
             "steps, and a mass from 0.2 to 0.9"
         )
-    if settings.resume is not None and not (Path(settings.resume) / STATE).is_file():
-        raise ValueError(f"learn.resume={settings.resume}: there is no {STATE}; expected a learn_cell run's folder")
 
 
 def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) -> Result:
@@ -68,8 +66,9 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         push_rate=settings.push_rate,
         seed=config.seed,
     )
-    if settings.resume is not None:
-        learner.restore(Path(settings.resume) / STATE)
+    if (folder / STATE).is_file():
+        learner.restore(folder / STATE)
+    resumed = learner.step
     testing = {"rows": settings.test_rows, "steps": settings.test_steps, "sigma": config.noise}
     untrained = learner.test(**testing)
     table = descend(config, learner, testing, tracker, folder)
@@ -81,6 +80,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         "works": tested.works(settings.margin),
         "best_step": number,
         "steps": learner.step,
+        "resumed_at_step": resumed,
         "loop_test": tested.plain(),
         "margin": tested.margin,
         "untrained": untrained.plain(),
@@ -141,9 +141,7 @@ def descend(
         test_every=settings.test_every, margin=settings.margin, patience=settings.patience, **testing
     )
     told: dict[str, str] = {}
-    with tqdm(
-        total=settings.steps, initial=learner.step, unit="step", disable=config.quiet or None, leave=False
-    ) as bar:
+    with progress.bar(config.quiet, total=settings.steps, initial=learner.step, unit="step") as bar:
         try:
             for point in points:
                 bar.update(1)
@@ -165,8 +163,8 @@ def descend(
                 bar.set_postfix(told)
         except KeyboardInterrupt:
             raise RuntimeError(
-                f"stopped at step {learner.step}; the best cell so far is {folder / CELL}. Go on with: "
-                f"python run.py experiment=learn_cell learn.resume={folder} and the same settings"
+                f"stopped at step {learner.step}; the best cell so far is {folder / CELL}. Go on with the same command "
+                f"and resume={folder}"
             ) from None
     return table
 

@@ -17,11 +17,10 @@ from jaxtyping import Float
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-from tqdm import tqdm
 
 from conf import build
 from conf.schema import Config
-from feedback import audit, carriers, covert, figures, loop, maps, metrics, programs
+from feedback import audit, carriers, covert, figures, loop, maps, metrics, programs, progress
 from feedback.carriers import Carriers
 from feedback.covert import Channel
 from feedback.models import LanguageModel, ModelShape
@@ -72,7 +71,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         rate=settings.rate,
         seed=config.seed,
     )
-    with tqdm(points, total=settings.learn_steps, unit="step", disable=config.quiet or None, leave=False) as bar:
+    with progress.bar(config.quiet, points, total=settings.learn_steps, unit="step") as bar:
         for point in bar:
             learning.append({"step": point.step, "margin": point.margin, "nats": point.nats})
             tracker.log(point.step, {"covert/margin": point.margin, "covert/nats": point.nats})
@@ -85,7 +84,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     everything = channel(config, model, config.prompts.texts)
     table = []
     alphas = build.alphas(config)
-    with tqdm(total=len(kinds) * len(alphas), unit="point", disable=config.quiet or None, leave=False) as bar:
+    with progress.bar(config.quiet, total=len(kinds) * len(alphas), unit="point") as bar:
         for kind, own in kinds.items():
             for alpha in alphas:
                 table += [{"carriers": kind, "alpha": alpha, **row} for row in measure(config, everything, own, alpha)]

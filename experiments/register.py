@@ -14,11 +14,10 @@ from jaxtyping import Bool, Float
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
-from tqdm import tqdm
 
 from conf import build
 from conf.schema import Config
-from feedback import audit, carriers, figures, loop, metrics
+from feedback import audit, carriers, figures, loop, metrics, progress
 from feedback.hidden import Register
 from feedback.latch import search
 from feedback.models import LanguageModel, ModelShape
@@ -55,8 +54,8 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     n = held.n_bits
     u_rest, rest, _ = held.settle(settings.settle_steps)
     held_words = ((u_rest.cpu() > 0) == held.all_bits).all(1)
-    with tqdm(unit="row-step", disable=config.quiet or None, leave=False) as bar:
-        bar.set_description("thresholds")
+    with progress.bar(config.quiet, unit="row-step") as bar:
+        bar.stage("thresholds")
         sizes = thresholds(config, held, own.scaled, rest, own.raw_lengths.max().item())
         if not torch.isfinite(sizes).all():
             bit, up = divmod(int((~torch.isfinite(sizes)).flatten().int().argmax()), 2)
@@ -64,10 +63,10 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
                 f"no pulse of {settings.pulse_steps} steps {'sets' if up else 'resets'} bit {bit} in every word; a "
                 "longer pulse (register.pulse_steps), or another cell"
             )
-        bar.set_description("written")
-        own_rows = write(config, held, own.scaled, rest, sizes, bar.update)
-        bar.set_description("random v")
-        random_rows = write(config, held, random, rest, sizes, bar.update)
+        bar.stage("written")
+        own_rows = write(config, held, own.scaled, rest, sizes, bar.turn)
+        bar.stage("random v")
+        random_rows = write(config, held, random, rest, sizes, bar.turn)
     summary = {
         "n_bits": n,
         "words": 2**n,

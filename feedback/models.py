@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -227,6 +227,13 @@ def load(spec: ModelSpec) -> LanguageModel:
         n_parameters=sum(p.numel() for p in module.parameters()),
     )
     return LanguageModel(module, tokenizer, embedding, info)
+
+
+@lru_cache(maxsize=1)
+def shared(spec: ModelSpec) -> LanguageModel:
+    """As :func:`load`, but the jobs of one process that want the same model get the same one. ``shared.cache_clear()``
+    when something may have been left on it."""
+    return load(spec)
 
 
 def checksum(module: nn.Module) -> str:

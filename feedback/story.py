@@ -84,13 +84,20 @@ def run(
 
 
 class StoryLearner(Learner):
-    """Learns a cell under ordinary text. ``held_out`` stories are for its loop tests only."""
+    """Learns a cell under ordinary text. ``held_out`` stories are for its loop tests only. mix: as :func:`run`'s."""
 
     def __init__(
-        self, model: LanguageModel, cell: HiddenCell, *args: Any, stories: Stories, held_out: Stories, **options: Any
+        self,
+        model: LanguageModel,
+        cell: HiddenCell,
+        *args: Any,
+        stories: Stories,
+        held_out: Stories,
+        mix: float = 0.5,
+        **options: Any,
     ) -> None:
         super().__init__(model, cell, *args, **options)
-        self.stories, self.held_out = stories, held_out
+        self.stories, self.held_out, self.mix = stories, held_out, mix
         (self.pair,) = self.words.pairs
 
     def _descend(self) -> float:
@@ -128,7 +135,9 @@ class StoryLearner(Learner):
         embedding = model.embedding
         a, b = embedding[list(self.pair)]
         weights = self._weights(u.to(device)).to(embedding)
-        soft = weights[..., :1] * embedding[cover[:-1]] + weights[..., 1:2] * a + weights[..., 2:] * b
+        text = embedding[cover[:-1]]
+        soft = weights[..., :1] * text + weights[..., 1:2] * a + weights[..., 2:] * b
+        soft = text + self.mix * (soft - text)
         noise = torch.randn(soft.shape, generator=self.generator).to(soft)
         soft = soft + self.objective.sigma * model.mean_embedding_length * noise / model.d_model**0.5
         prompts = [self.stories.prompts[i] for i in prompt.tolist()]
@@ -137,8 +146,8 @@ class StoryLearner(Learner):
         for row, ids in enumerate(prompts):
             missing = longest - len(ids)
             mask[row, :missing] = 0
-            text = embedding[torch.tensor(ids, device=device)]
-            rows.append(torch.cat([embedding[:1].expand(missing, -1), self.prefix, text, soft[:, row]]))
+            read = embedding[torch.tensor(ids, device=device)]
+            rows.append(torch.cat([embedding[:1].expand(missing, -1), self.prefix, read, soft[:, row]]))
         directions = self.carriers[0]
 
         def pushed(hidden: Float[Tensor, "row position d_model"]) -> Tensor:
@@ -181,7 +190,9 @@ class StoryLearner(Learner):
         prompt, sign = torch.arange(n).repeat(2), torch.tensor([1.0, -1.0]).repeat_interleave(n)
         strength = torch.zeros(steps, 2 * n)
         strength[1:4] = 1.5 * self.objective.threshold * sign
-        told = run(self.model, now, stories, prompt, strength, self.carriers[0], sigma=sigma, seed=self.seed + 1)
+        told = run(
+            self.model, now, stories, prompt, strength, self.carriers[0], mix=self.mix, sigma=sigma, seed=self.seed + 1
+        )
         u, same, margin = observed(self.model, self.pair, told, stories.cover[:, prompt])
         right = (u[4:] * sign) > 0
         return LoopTest(

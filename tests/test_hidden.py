@@ -338,7 +338,7 @@ def test_learn_cell_leaves_its_cell_its_state_and_says_that_it_does_not_work(tmp
     assert (tmp_path / "a" / "figures" / "learning.png").stat().st_size > 5_000
     table = results.read_table(tmp_path / "a" / "table.csv")
     assert [row["step"] for row in table] == [*range(1, 7)]
-    again = run.main(configured("learn_cell", *LEARN, f"learn.resume={tmp_path / 'a'}"), tmp_path / "b", None)
+    again = run.main(configured("learn_cell", *LEARN), tmp_path / "b", None)
     assert again["summary"]["loop_test"] == s["loop_test"]
 
 
@@ -351,11 +351,12 @@ def test_an_interrupt_keeps_the_best_cell_and_says_how_to_go_on(tmp_path, monkey
         return descend(self)
 
     monkeypatch.setattr(Learner, "_descend", interrupted)
-    with pytest.raises(RuntimeError, match=r"stopped at step 4; the best cell so far is .*learn\.resume="):
+    with pytest.raises(RuntimeError, match=r"stopped at step 4; the best cell so far is .*resume="):
         run.main(configured("learn_cell", *LEARN), tmp_path, None)
     assert HiddenCell.load(tmp_path / "cell.safetensors").provenance["step"] == 3
     monkeypatch.setattr(Learner, "_descend", descend)
-    record = run.main(configured("learn_cell", *LEARN, f"learn.resume={tmp_path}"), tmp_path / "on", None)
+    record = run.main(configured("learn_cell", *LEARN), tmp_path, None)
+    assert record["summary"]["resumed_at_step"] == 3
     straight = run.main(configured("learn_cell", *LEARN), tmp_path / "straight", None)
     assert record["summary"]["loop_test"] == straight["summary"]["loop_test"]
 
@@ -384,7 +385,6 @@ def test_learned_carriers_measures_every_kind_at_every_strength(tmp_path):
         ("learn_cell", "learn.kind=magic", "prefix, push or both"),
         ("learn_cell", "learn.steps=0", "learn.steps=0"),
         ("learn_cell", "learn.cover_mass=0.99", "a mass from 0.2 to 0.9"),
-        ("learn_cell", "learn.resume=nowhere", "there is no learner.safetensors"),
         ("learn_cell", "learn.level=1.5", r"level in \(0, 1\)"),
         ("learn_cell", "learn.pairs=[[a]]", "expected text, and pairs"),
         ("hidden_latch", "cell.file=nowhere.safetensors", r"cell\.file=nowhere\.safetensors: no such file.*hidden"),

@@ -1,0 +1,230 @@
+"""A sweep's jobs: checked before the first begins, left alone when they are finished, told apart when they failed.
+
+Hydra's launchers run the jobs, in this process or in others; what they share is the sweep's folder.
+"""
+
+import contextlib
+import importlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from filelock import FileLock, Timeout
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from conf.schema import Config
+
+ATTEMPTS = "attempts"  # what earlier attempts at a job left
+BASIC = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
+NO_NUMBER = ("resume", "quiet", "tracking", "objective")  # settings that change no number
+
+
+def folder(kind: str, name: str, resume: str | None) -> str:
+    """Where a run or a sweep goes: what is resumed, or a new folder; two that start in one second get two."""
+    new = f"{kind}/{name}/{time.strftime('%Y-%m-%d')}/{time.strftime('%H-%M-%S')}-{secrets.token_hex(3)}"
+    return os.path.abspath(resume or new)
+
+
+OmegaConf.register_new_resolver("folder", folder, use_cache=True, replace=True)
+
+
+class Sweep(Callback):
+    """Before a sweep starts: takes its folder, and composes and checks every job."""
+
+    here: Path | None = None  # of the sweep that this process launches
+    jobs: int | None = None  # how many, where that is known beforehand
+    _lock: FileLock | None = None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """SystemExit where a job cannot run: of anything less Hydra makes a warning."""
+        where = Path(os.path.abspath(config.hydra.sweep.dir))
+        try:
+            if config.resume is not None and not where.is_dir():
+                raise ValueError(f"resume={config.resume}: there is no such folder; expected that of a sweep")
+            where.mkdir(parents=True, exist_ok=True)
+            Sweep._lock = FileLock(where / ".lock")
+            Sweep._lock.acquire(timeout=0)
+            refused = _refusals(config, where)
+            if refused and not any(path.name != ".lock" for path in where.iterdir()):
+                shutil.rmtree(where)
+        except Timeout:
+            refused = [f"another process runs the sweep in {where}"]
+        except (OSError, ValueError) as error:
+            refused = [str(error)]
+        if refused:
+            print(*(f"error: {line}" for line in refused), sep="\n", file=sys.stderr)
+            sys.exit(2)
+        Sweep.here = where
+        code = str(Path(__file__).parent.parent)  # what launches is what runs, installed or not
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")]))
+        with read_write(config), open_dict(config):  # jobs of another experiment go to the same folder
+            config.hydra.overrides.hydra.append(f"hydra.sweep.dir={_quoted(str(where))}")
+
+
+def _refusals(config: DictConfig, where: Path) -> list[str]:
+    """A line for every job that cannot run, or in whose place other settings' result is."""
+    if config.hydra.sweeper._target_ != BASIC:
+        return []  # its jobs are not known beforehand
+    loader = GlobalHydra.instance().config_loader()
+    given = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    parsed = OverridesParser.create(loader).parse_overrides([*given, *config.hydra.overrides.task])
+    (jobs,) = BasicSweeper.split_arguments(parsed, None)
+    Sweep.jobs = len(jobs)
+    lines = []
+    for number, overrides in enumerate(jobs):
+        try:
+            composed = loader.load_sweep_config(config, overrides)
+            with read_write(composed), open_dict(composed):
+                del composed["hydra"]
+            job = OmegaConf.to_object(composed)
+            assert isinstance(job, Config)
+            check(job)
+            finished(where / str(number), job)
+        except Exception as error:
+            lines.append(f"job {number} ({' '.join(overrides)}): {error}")
+    return lines
+
+
+def check(config: Config) -> Any:
+    """Refuses what cannot run before any model is loaded: ValueError, TrackingError. Returns the experiment."""
+    from conf import build
+    from feedback import models, tracking
+
+    experiment = importlib.import_module(f"experiments.{config.name}")
+    tracking.check(config.tracking.mode)
+    build.check(config)
+    experiment.check(config, models.describe(build.model_spec(config)))
+    return experiment
+
+
+def finished(where: Path, config: Config) -> dict[str, Any] | None:
+    """The finished record that a resumed run or job finds in its place. ValueError for one of other settings."""
+    from feedback import results
+
+    if config.resume is None:
+        return None
+    try:
+        record = results.read_result(where)
+    except (FileNotFoundError, ValueError):
+        return None
+    if record.get("status") != "finished":
+        return None
+    ours = results.plain(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    theirs = record["config"]
+    other = [key for key in {**ours, **theirs} if key not in NO_NUMBER and ours.get(key) != theirs.get(key)]
+    if other:
+        raise ValueError(
+            f"{where} holds a finished result with another {', '.join(other)}; resume={config.resume} goes with the "
+            "command that was interrupted"
+        )
+    return record
+
+
+def clear(where: Path, config: Config, log: str) -> None:
+    """Moves what an earlier attempt left out of the way of this one; but for what its experiment goes on with, if it is
+    resumed."""
+    experiment = importlib.import_module(f"experiments.{config.name}")
+    keep = () if config.resume is None else getattr(experiment, "CONTINUES", ())
+    left = [path for path in where.iterdir() if path.name not in (".hydra", ATTEMPTS, log, *keep)]
+    if left:
+        number = 1
+        while (where / ATTEMPTS / str(number)).exists():
+            number += 1
+        (where / ATTEMPTS / str(number)).mkdir(parents=True)
+        for path in left:
+            shutil.move(path, where / ATTEMPTS / str(number) / path.name)
+
+
+def set_threads(given: int | None, launcher: DictConfig) -> None:
+    """PyTorch's threads in this process: as given, or what the launcher reserves for a job, or a job's share of the
+    cores. One where jobs run at once and nothing is known of how many; with the basic launcher as they are."""
+    import torch
+
+    kind = launcher._target_.rpartition(".")[2]
+    if given is None and kind == "JoblibLauncher":
+        cores = len(os.sched_getaffinity(0))
+        given = max(1, cores // launcher.n_jobs) if launcher.n_jobs > 0 else 1
+    elif given is None and kind != "BasicLauncher":
+        reserved = (OmegaConf.select(launcher, name) for name in ("cpus_per_task", "ray.remote.num_cpus"))
+        given = int(next((number for number in reserved if number), 1))
+    if given is not None:
+        torch.set_num_threads(given)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C would, with exit status 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def objective(record: dict[str, Any], name: str | None) -> float | None:
+    """The number of the summary that ``objective`` names, by its dotted name. SystemExit where there is none."""
+    if name is None:
+        return None
+    value: Any = record["summary"]
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        print(
+            f"error: objective={name} is no number of the summary, which has {', '.join(record['summary'])}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    return float(value)
+
+
+def close() -> int:
+    """Ends the sweep of this process, if it ran one: writes the report, names every job that failed. Returns the exit
+    status."""
+    from feedback import report
+
+    where = Sweep.here
+    if where is None:
+        return 0
+    try:
+        jobs = report.jobs(where)
+    except FileNotFoundError:  # not one began
+        return 1
+    shared = set.intersection(*(set(job.overrides.items()) for job in jobs))
+    for job in jobs:
+        if job.status == "failed":
+            own = " ".join(f"{key}={value}" for key, value in job.overrides.items() if (key, value) not in shared)
+            print(f"job {job.number} ({own}) failed: {job.error}", file=sys.stderr)
+    done = sum(job.status == "finished" for job in jobs)
+    count = max(Sweep.jobs or 0, len(jobs))
+    try:
+        page = report.write(where)
+    except OSError as error:
+        print(f"error: cannot write the report: {error}", file=sys.stderr)
+        return 1
+    print(f"{done} of {count} jobs finished: {page}")
+    if done < count:
+        print(f"for the others, the same command with resume={where}", file=sys.stderr)
+    return int(done < count)
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
