@@ -141,7 +141,8 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             "held_out": "messages on known prompts (split messages); prompts (split prompts)",
         },
     }
-    drawn = draw(config, model, table, rows, states, alphas, folder / "figures")
+    record["transcripts"] = transcripts(config, model, rows, states, alphas)
+    drawn = draw(config, table, record["transcripts"], alphas, folder / "figures")
     return Result(table=table, summary=summary, figures=drawn, record=record)
 
 
@@ -370,29 +371,20 @@ def summarise_arm(table: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def draw(
-    config: Config,
-    model: LanguageModel,
-    table: list[dict[str, Any]],
-    rows: Rows,
-    states: dict[str, Trajectory],
-    alphas: list[float],
-    folder: Path,
-) -> dict[str, Path]:
-    """BER and agreement over steps at the largest strength, and per arm what the model says at one message beside what
-    it says unpushed."""
+def transcripts(
+    config: Config, model: LanguageModel, rows: Rows, states: dict[str, Trajectory], alphas: list[float]
+) -> list[dict[str, Any]]:
+    """Per arm, what the model says at one held-out message and the largest strength, token by token (steered), beside
+    what it says unpushed (cover)."""
     alpha = max(alphas, key=abs)
-    shown = [row for row in table if row["alpha"] in (alpha, 0.0)]
-    on = build.pushed_steps(config)
-    push_until = int(torch.nonzero(on).max()) + 1 if on.any() else 0
     trial = int(torch.nonzero((rows.kind == MESSAGES) & (rows.alpha == alpha))[0])
-    transcripts = []
+    said = []
     for name, trajectory in states.items():
         unpushed, pushed = (
             torch.cat([trajectory.prompt_tokens[row : row + 1], trajectory.argmax[:, row]]).tolist()
             for row in (int(rows.prompt[trial]), trial)
         )
-        transcripts.append(
+        said.append(
             {
                 "arm": name,
                 "alpha": trajectory.program.columns["alpha"][trial].item(),
@@ -401,6 +393,21 @@ def draw(
                 "steered": [model.decode([token]) for token in pushed],
             }
         )
+    return said
+
+
+def draw(
+    config: Config,
+    table: list[dict[str, Any]],
+    transcripts: list[dict[str, Any]],
+    alphas: list[float],
+    folder: Path,
+) -> dict[str, Path]:
+    """BER and agreement over steps at the largest strength, and the transcripts."""
+    alpha = max(alphas, key=abs)
+    shown = [row for row in table if row["alpha"] in (alpha, 0.0)]
+    on = build.pushed_steps(config)
+    push_until = int(torch.nonzero(on).max()) + 1 if on.any() else 0
     return {
         "ber_over_steps": figures.ber_over_steps(
             shown, folder / "ber_over_steps.png", push_until=push_until, title=f"Hidden bits at α = {alpha:g}"

@@ -73,7 +73,7 @@ def plain(value: Any, where: str = "record") -> Any:
 def write_result(folder: Path, record: Mapping[str, Any]) -> Path:
     """Writes `folder/result.json`, strict JSON with keys in the order given; returns its path."""
     text = json.dumps(plain(record), indent=2, ensure_ascii=False, allow_nan=False)
-    return _replace(folder / RESULT, text + "\n")
+    return replace_file(folder / RESULT, text + "\n")
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     lines = [columns, *([_cell(row.get(name), name) for name in columns] for row in rows)]
     text = "".join(",".join(map(_quoted, line)) + "\n" for line in lines) if columns else ""
-    return _replace(path, text)
+    return replace_file(path, text)
 
 
 def read_table(path: Path) -> list[dict[str, Cell]]:
@@ -177,7 +177,8 @@ def _number(cell: str) -> int | float | None:
     return None
 
 
-def _replace(path: Path, text: str) -> Path:
+def replace_file(path: Path, text: str) -> Path:
+    """Writes `text` as UTF-8, whole or not at all; makes the folders on the way; returns `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
