@@ -39,21 +39,30 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
     experiment = importlib.import_module(f"experiments.{config.name}")
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
     tracking.check(config.tracking.mode)
-    spec = build.model_spec(config)
-    build.check(config)
-    experiment.check(config, models.describe(spec))
-    torch.manual_seed(config.seed)  # nothing in the library draws from the global generator; foreign code might
-    model = models.load(spec)
-    with tracking.track(
-        mode=config.tracking.mode,
-        folder=folder,
-        project=config.tracking.project,
-        name=config.tracking.name,
-        group=group,
-        job_type=config.name,
-        config=plain,
-        tags=config.tracking.tags,
-    ) as tracker:
+    tracked: dict[str, Any] = {
+        "mode": config.tracking.mode,
+        "folder": folder,
+        "project": config.tracking.project,
+        "name": config.tracking.name,
+        "group": group,
+        "job_type": config.name,
+        "config": plain,
+        "tags": config.tracking.tags,
+    }
+    try:
+        spec = build.model_spec(config)
+        build.check(config)
+        experiment.check(config, models.describe(spec))
+        torch.manual_seed(config.seed)  # nothing in the library draws from the global generator; foreign code might
+        model = models.load(spec)
+    except Exception:
+        if group is None:
+            raise
+        with tracking.track(**tracked):  # every job of a sweep is a run in wandb, a refused one a failed run
+            raise
+    with tracking.track(**tracked) as tracker:
+        for kind, path in build.files(config).items():
+            tracker.use(kind, kind, path)
         result = experiment.run(config, model, tracker, folder)
         record = {
             "status": "finished",

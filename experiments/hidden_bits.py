@@ -28,6 +28,10 @@ from feedback.trajectory import Trajectory
 
 REFERENCE, FIT, MESSAGES, PROMPTS = range(4)  # what a row is for
 SPLITS = {"messages": MESSAGES, "prompts": PROMPTS}  # held-out messages on known prompts; unseen prompts
+HEADLINE = (
+    *("ber", "ber_while_pushed", "ber_blind", "ber_unseen_prompts", "text_ber", "argmax_ber", "hiddenness"),
+    *("text_agreement", "argmax_agreement", "kl_nats", "rate_bits", "half_life_steps"),
+)
 SHUFFLES = 16  # permutations of the labels that the shuffled control averages over
 
 
@@ -48,6 +52,8 @@ def check(config: Config, shape: ModelShape) -> None:
         raise ValueError(
             f"prompts.unseen={prompts.unseen} of {len(prompts.texts)} prompts: expected at least 1 unseen and 2 known"
         )
+    if bits.headline not in bits.arms:
+        raise ValueError(f"hidden_bits.headline={bits.headline!r}; arms: {', '.join(bits.arms)}")
     for name, arm in bits.arms.items():
         if arm.states_of is not None and arm.states_of not in bits.arms:
             raise ValueError(f"arm {name} reads the states of {arm.states_of!r}; arms: {', '.join(bits.arms)}")
@@ -126,6 +132,10 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
                         numbers = {k: v for k, v in row.items() if isinstance(v, float) and k != "alpha"}
                         tracker.log(row["step"], {f"{prefix}/{k}": v for k, v in numbers.items()})
     summary = summarise(config, table, alphas)
+    tracker.summary({key: summary.get(config.hidden_bits.headline, {}).get(key) for key in HEADLINE})
+    said = transcripts(config, model, rows, states, alphas)
+    columns = ("arm", "alpha", "prompt", "cover", "steered")
+    tracker.table("transcripts", columns, [[_joined(one[column]) for column in columns] for one in said])
     failures = {name: trajectory.failures() for name, trajectory in states.items() if not trajectory.finite.all()}
     record = {
         "alpha_measured": {name: summary[name]["alpha_measured"] for name in summary},
@@ -142,7 +152,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             "held_out": "messages on known prompts (split messages); prompts (split prompts)",
         },
     }
-    drawn = draw(config, model, table, rows, states, alphas, folder / "figures")
+    drawn = draw(config, table, said, alphas, folder / "figures")
     return Result(table=table, summary=summary, figures=drawn, record=record)
 
 
@@ -371,29 +381,19 @@ def summarise_arm(table: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def draw(
-    config: Config,
-    model: LanguageModel,
-    table: list[dict[str, Any]],
-    rows: Rows,
-    states: dict[str, Trajectory],
-    alphas: list[float],
-    folder: Path,
-) -> dict[str, Path]:
-    """BER and agreement over steps at the largest strength, and per arm what the model says at one message beside what
-    it says unpushed."""
+def transcripts(
+    config: Config, model: LanguageModel, rows: Rows, states: dict[str, Trajectory], alphas: list[float]
+) -> list[dict[str, Any]]:
+    """Per arm, what the model says at one message and the largest strength beside what it says unpushed."""
     alpha = max(alphas, key=abs)
-    shown = [row for row in table if row["alpha"] in (alpha, 0.0)]
-    on = build.pushed_steps(config)
-    push_until = int(torch.nonzero(on).max()) + 1 if on.any() else 0
     trial = int(torch.nonzero((rows.kind == MESSAGES) & (rows.alpha == alpha))[0])
-    transcripts = []
+    told = []
     for name, trajectory in states.items():
         unpushed, pushed = (
             torch.cat([trajectory.prompt_tokens[row : row + 1], trajectory.argmax[:, row]]).tolist()
             for row in (int(rows.prompt[trial]), trial)
         )
-        transcripts.append(
+        told.append(
             {
                 "arm": name,
                 "alpha": trajectory.program.columns["alpha"][trial].item(),
@@ -402,11 +402,22 @@ def draw(
                 "steered": [model.decode([token]) for token in pushed],
             }
         )
+    return told
+
+
+def draw(
+    config: Config, table: list[dict[str, Any]], said: list[dict[str, Any]], alphas: list[float], folder: Path
+) -> dict[str, Path]:
+    """BER and agreement over steps at the largest strength, and the transcripts."""
+    alpha = max(alphas, key=abs)
+    shown = [row for row in table if row["alpha"] in (alpha, 0.0)]
+    on = build.pushed_steps(config)
+    push_until = int(torch.nonzero(on).max()) + 1 if on.any() else 0
     return {
         "ber_over_steps": figures.ber_over_steps(
             shown, folder / "ber_over_steps.png", push_until=push_until, title=f"Hidden bits at α = {alpha:g}"
         ),
-        "transcripts": figures.transcripts(transcripts, folder / "transcripts.png"),
+        "transcripts": figures.transcripts(said, folder / "transcripts.png"),
     }
 
 
@@ -439,6 +450,10 @@ def show(result: Result) -> Table:
                 _number(numbers["half_life_steps"], ".1f"),
             )
     return table
+
+
+def _joined(cell: Any) -> Any:
+    return "".join(cell) if isinstance(cell, list) else cell
 
 
 def _number(value: float | None, form: str) -> str:
