@@ -30,20 +30,29 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
     from feedback import models, results, tracking
 
     started = time.perf_counter()
-    experiment = sweeps.check(config)
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
-    torch.manual_seed(config.seed)  # nothing in the library draws from the global generator; foreign code might
-    model = models.shared(build.model_spec(config))
-    with tracking.track(
-        mode=config.tracking.mode,
-        folder=folder,
-        project=config.tracking.project,
-        name=config.tracking.name,
-        group=group,
-        job_type=config.name,
-        config=plain,
-        tags=config.tracking.tags,
-    ) as tracker:
+    tracked: dict[str, Any] = {
+        "mode": config.tracking.mode,
+        "folder": folder,
+        "project": config.tracking.project,
+        "name": config.tracking.name,
+        "group": group,
+        "job_type": config.name,
+        "config": plain,
+        "tags": config.tracking.tags,
+    }
+    try:
+        experiment = sweeps.check(config)
+        torch.manual_seed(config.seed)  # nothing in the library draws from the global generator; foreign code might
+        model = models.shared(build.model_spec(config))
+    except Exception:
+        if group is None:
+            raise
+        with tracking.track(**tracked):  # every job of a sweep is a run in wandb, a refused one a failed run
+            raise
+    with tracking.track(**tracked) as tracker:
+        for kind, path in build.files(config).items():
+            tracker.use(kind, kind, path)
         result = experiment.run(config, model, tracker, folder)
         record = {
             "status": "finished",

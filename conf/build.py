@@ -243,6 +243,14 @@ def cell_file(config: Config) -> Path:
     return shipped("cell", str(config.cell.file))
 
 
+def files(config: Config) -> dict[str, Path]:
+    """The learned cell and the carriers that the run reads, by what they are."""
+    found = {"cell": cell_file(config)} if config.cell.file is not None else {}
+    if config.carriers.kind == "file":
+        found["carriers"] = shipped("carriers", _given(config, "file"))
+    return found
+
+
 def shipped(group: str, name: str) -> Path:
     """A file by its path, or one that comes with the project by its name. ValueError where there is none."""
     folder = Path(__file__).parent / group

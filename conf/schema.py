@@ -101,6 +101,7 @@ class HiddenBitsConfig:
     test_messages: int = 4  # held-out messages per prompt, known and unseen ones
     read_behind: list[int] = field(default_factory=lambda: [1, 4, 8])  # blocks behind the site that readers see too
     window: int = 10  # steps whose states a reader combines
+    headline: str = "hard"  # arm whose numbers wandb also has without its name, for sweeps and parallel coordinates
     arms: dict[str, ArmConfig] = field(default_factory=dict)
 
 

@@ -64,6 +64,8 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             table += loop_wired(bank, circuit, asked) if kind == "loop" else host_wired(bank, circuit, asked, kind)
             steps[kind], said[kind] = bank.steps, bank.text_agreement
             tracker.log(len(steps), {f"circuit/{kind}/correct": share([r for r in table if r["wires"] == kind])})
+    truth = truth_table(table)
+    tracker.table("truth_table", list(truth[0]), [list(row.values()) for row in truth])
     main = "host" if settings.wires != "loop" else "loop"
     summary = {
         **verdict(table, main),
@@ -203,6 +205,34 @@ def truth_rows(table: list[dict[str, Any]], kind: str) -> dict[tuple[int, ...], 
     return found
 
 
+def truth_table(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per input row (and state before): what each output should be, and the share of trials in which all were
+    right, by who carried the wire."""
+    kinds = list(dict.fromkeys(row["wires"] for row in table))
+    found = {kind: truth_rows(table, kind) for kind in kinds}
+    inputs, outputs = columns_of(table)
+    right = {tuple(row[name] for name in inputs): [row[f"{name} expected"] for name in outputs] for row in table}
+    return [
+        {
+            **dict(zip(inputs, key, strict=True)),
+            **{f"{name} expected": bit for name, bit in zip(outputs, right[key], strict=True)},
+            **{kind: sum(found[kind][key]) / len(found[kind][key]) if key in found[kind] else None for kind in kinds},
+            "trials": len(trials),
+        }
+        for key, trials in sorted(found[kinds[0]].items())
+    ]
+
+
+def columns_of(table: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """The names of the inputs (and the state before), and of the outputs."""
+    inputs = [
+        name
+        for name in table[0]
+        if name not in ("wires", "tick", "row", "correct") and not name.endswith((" expected", " read"))
+    ]
+    return inputs, [name.removesuffix(" expected") for name in table[0] if name.endswith(" expected")]
+
+
 def verdict(table: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     """correct_rows: rows of the truth table on which every trial was right."""
     found = truth_rows(table, kind)
@@ -234,20 +264,11 @@ def show(result: Result) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    first = result.table[0]
-    inputs = [
-        name
-        for name in first
-        if name not in ("wires", "tick", "row", "correct") and not name.endswith((" expected", " read"))
-    ]
-    outputs = [name.removesuffix(" expected") for name in first if name.endswith(" expected")]
+    inputs, outputs = columns_of(result.table)
     for column in (*inputs, *outputs, *kinds, "trials"):
         table.add_column(column, justify="right")
-    found = {kind: truth_rows(result.table, kind) for kind in kinds}
-    right = {tuple(row[name] for name in inputs): [row[f"{name} expected"] for name in outputs] for row in result.table}
-    for key in sorted(found[kinds[0]])[:32]:
-        shares = [found[kind].get(key) for kind in kinds]
-        told = [f"{sum(trials) / len(trials):.3f}" if trials else "–" for trials in shares]
-        trials = str(len(found[kinds[0]][key]))
-        table.add_row(*map(str, key), *map(str, right[key]), *told, trials)
+    for row in truth_table(result.table)[:32]:
+        bits = [str(row[name]) for name in (*inputs, *(f"{name} expected" for name in outputs))]
+        shares = ["–" if row[kind] is None else f"{row[kind]:.3f}" for kind in kinds]
+        table.add_row(*bits, *shares, str(row["trials"]))
     return table

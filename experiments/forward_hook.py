@@ -81,6 +81,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     what_the_host_sees(claims, batch, site, v, before)
     for number, row in enumerate(claims.rows, 1):
         tracker.log(number, {"claim/holds": float(row["holds"])})
+    tracker.table("claims", list(claims.rows[0]), [list(row.values()) for row in claims.rows])
     failed = [row["claim"] for row in claims.rows if not row["holds"]]
     summary = {
         "worked_example": example,

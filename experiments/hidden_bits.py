@@ -27,6 +27,10 @@ from feedback.trajectory import Trajectory
 
 REFERENCE, FIT, MESSAGES, PROMPTS = range(4)  # what a row is for
 SPLITS = {"messages": MESSAGES, "prompts": PROMPTS}  # held-out messages on known prompts; unseen prompts
+HEADLINE = (
+    *("ber", "ber_while_pushed", "ber_blind", "ber_unseen_prompts", "text_ber", "argmax_ber", "hiddenness"),
+    *("text_agreement", "argmax_agreement", "kl_nats", "rate_bits", "half_life_steps"),
+)
 SHUFFLES = 16  # permutations of the labels that the shuffled control averages over
 
 
@@ -47,6 +51,8 @@ def check(config: Config, shape: ModelShape) -> None:
         raise ValueError(
             f"prompts.unseen={prompts.unseen} of {len(prompts.texts)} prompts: expected at least 1 unseen and 2 known"
         )
+    if bits.headline not in bits.arms:
+        raise ValueError(f"hidden_bits.headline={bits.headline!r}; arms: {', '.join(bits.arms)}")
     for name, arm in bits.arms.items():
         if arm.states_of is not None and arm.states_of not in bits.arms:
             raise ValueError(f"arm {name} reads the states of {arm.states_of!r}; arms: {', '.join(bits.arms)}")
@@ -125,6 +131,10 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
                         numbers = {k: v for k, v in row.items() if isinstance(v, float) and k != "alpha"}
                         tracker.log(row["step"], {f"{prefix}/{k}": v for k, v in numbers.items()})
     summary = summarise(config, table, alphas)
+    tracker.summary({key: summary.get(config.hidden_bits.headline, {}).get(key) for key in HEADLINE})
+    said = transcripts(config, model, rows, states, alphas)
+    columns = ("arm", "alpha", "prompt", "cover", "steered")
+    tracker.table("transcripts", columns, [[_joined(one[column]) for column in columns] for one in said])
     failures = {name: trajectory.failures() for name, trajectory in states.items() if not trajectory.finite.all()}
     record = {
         "alpha_measured": {name: summary[name]["alpha_measured"] for name in summary},
@@ -133,6 +143,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         "site": next(iter(states.values())).meta["site"],
         "audit": next(iter(states.values())).meta["audit"],
         "stopped_rows": failures,
+        "transcripts": said,
         "noise_model": {
             "sigma": config.noise,
             "unit": "mean length of an embedding row, per coordinate / sqrt(d_model), every soft token",
@@ -141,8 +152,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             "held_out": "messages on known prompts (split messages); prompts (split prompts)",
         },
     }
-    record["transcripts"] = transcripts(config, model, rows, states, alphas)
-    drawn = draw(config, table, record["transcripts"], alphas, folder / "figures")
+    drawn = draw(config, table, said, alphas, folder / "figures")
     return Result(table=table, summary=summary, figures=drawn, record=record)
 
 
@@ -399,7 +409,7 @@ def transcripts(
 def draw(
     config: Config,
     table: list[dict[str, Any]],
-    transcripts: list[dict[str, Any]],
+    said: list[dict[str, Any]],
     alphas: list[float],
     folder: Path,
 ) -> dict[str, Path]:
@@ -412,7 +422,7 @@ def draw(
         "ber_over_steps": figures.ber_over_steps(
             shown, folder / "ber_over_steps.png", push_until=push_until, title=f"Hidden bits at α = {alpha:g}"
         ),
-        "transcripts": figures.transcripts(transcripts, folder / "transcripts.png"),
+        "transcripts": figures.transcripts(said, folder / "transcripts.png"),
     }
 
 
@@ -445,6 +455,10 @@ def show(result: Result) -> Table:
                 _number(numbers["half_life_steps"], ".1f"),
             )
     return table
+
+
+def _joined(cell: Any) -> Any:
+    return "".join(cell) if isinstance(cell, list) else cell
 
 
 def _number(value: float | None, form: str) -> str:

@@ -74,6 +74,9 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     for step in range(settings.steps):
         row = plan.shown[0]
         tracker.log(step + 1, {"latch/u": u[step, row], "latch/alpha": plan.strength[step, row]})
+    ends = slice(settings.dwell - 1, None, settings.dwell)  # the last step at every level
+    for number, (alpha, rising, falling) in enumerate(zip(alphas[ends], up[ends], down[ends].flip(0), strict=True), 1):
+        tracker.log(number, {"hysteresis/alpha": alpha, "hysteresis/up": rising, "hysteresis/down": falling})
     own = carriers.from_vectors(latch.vector[None], "v")
     summary = {
         **plan.bits(table, draw),

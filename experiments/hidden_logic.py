@@ -57,6 +57,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     gates = {name: summarise(name, table, settings.single) for name in logic.GATES}
     for number, gate in enumerate(gates.values(), 1):
         tracker.log(number, {"gate/accuracy": gate["accuracy"], "gate/worst_row": gate["worst_row"]})
+    log_tables(tracker, table)
     summary = {
         "gates_correct": sum(gate["worst_row"] > 0.5 for gate in gates.values()),
         "gates_perfect": sum(gate["accuracy"] == 1 for gate in gates.values()),
@@ -154,6 +155,19 @@ def judge(name: str, told: Evaluated, settings: Any, point: cells.OperatingPoint
             }
         )
     return table
+
+
+def log_tables(tracker: Tracker, table: list[dict[str, Any]]) -> None:
+    """The truth tables as they were read, and the trials of all gates by expected and read bit."""
+    columns = ("gate", "a", "b", "expected", "share_of_ones", "accuracy", "trials")
+    own = [row for row in table if row["control"] == "gate"]
+    tracker.table("truth_table", columns, [[row[column] for column in columns] for row in own])
+    counts = []
+    for bit in (0, 1):
+        asked = [row for row in own if row["expected"] == bit]
+        ones = round(sum(row["share_of_ones"] * row["trials"] for row in asked))
+        counts.append([bit, sum(row["trials"] for row in asked) - ones, ones])
+    tracker.table("confusion", ("expected", "read 0", "read 1"), counts)
 
 
 def summarise(name: str, table: list[dict[str, Any]], single: float) -> dict[str, Any]:

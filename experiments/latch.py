@@ -106,6 +106,11 @@ def measure(
     for row in table:
         if row["kind"] == "up" and row["dwell"] == max(settings.dwells):
             tracker.log(row["step"], {"latch/u": row["u"], "latch/alpha": row["alpha"]})
+    branches = table_of_branches(table, settings.dwell)
+    quickest = f"{min(settings.dwells) * settings.dwell} steps a level"
+    (alphas, up), (_, down) = (branches[f"{way}, {quickest}"] for way in ("up", "down"))
+    for number, (alpha, rising, falling) in enumerate(zip(alphas, up, reversed(down), strict=True), 1):
+        tracker.log(number, {"hysteresis/alpha": alpha, "hysteresis/up": rising, "hysteresis/down": falling})
     site = resolve(model.module, cell.site)
     summary = {
         **theory,
@@ -131,7 +136,7 @@ def measure(
         "semantics": "autonomous: the cache is cut back to the prompt after every step",
     }
     path = figures.hysteresis(
-        table_of_branches(table, settings.dwell),
+        branches,
         folder / "figures" / "hysteresis.png",
         measured=(-reset_at, set_at),
         predicted=[summary["predicted_alpha_reset_band"], summary["predicted_alpha_set_band"]],

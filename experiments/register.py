@@ -84,6 +84,8 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         tracker.log(number + 1, {"register/ber": sum(row["wrong"] for row in rows) / (n * len(rows))})
     site = resolve(model.module, held.site)
     names = [f"{a.strip()}/{b.strip()}" for a, b in held.cell.pairs]
+    crosstalk = [[name, *row] for name, row in zip(names, summary["crosstalk"], strict=True)]
+    tracker.table("crosstalk", ("pulse on", *names), crosstalk)
     path = figures.matrix(
         summary["crosstalk"],
         folder / "figures" / "crosstalk.png",

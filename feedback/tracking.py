@@ -92,17 +92,24 @@ class Tracker:
         """
         _require(path)
         plain = _plain("metadata", metadata)
-        allowed = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
+        self._send(f"artifact {name!r}", lambda run: run.log_artifact(_artifact(name, type, path, plain)))
+
+    def use(self, name: str, type: str, path: Path) -> None:
+        """Says that the run reads the file or folder at `path`.
+
+        What another run registered under this name with the same content is the same artifact, so that wandb
+        shows which run made what this one reads; for an offline run once it is synced. Raises FileNotFoundError.
+        """
 
         def send(run: Any) -> None:
-            import wandb
+            artifact = _artifact(name, type, path, {})
+            if run.offline:  # use_artifact refuses; this writes the record that it would have sent
+                run._log_artifact(artifact, is_user_created=True, use_after_commit=True)
+            else:
+                run.use_artifact(artifact)
 
-            artifact = wandb.Artifact(allowed, type, metadata=plain)
-            add = artifact.add_dir if path.is_dir() else artifact.add_file
-            add(str(path), policy="immutable", skip_cache=True)
-            run.log_artifact(artifact)
-
-        self._send(f"artifact {name!r}", send)
+        _require(path)
+        self._send(f"use of artifact {name!r}", send)
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Sets the run's end results in wandb; `{"ber": {"end": 0.1}}` becomes `ber.end = 0.1`."""
@@ -144,6 +151,16 @@ def check(mode: str) -> None:
         )
 
 
+def default_entity() -> str:
+    """The account or team that online runs go to: WANDB_ENTITY, or the key's own. Asks the server."""
+    import wandb
+
+    entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity
+    if not entity:
+        raise TrackingError("the wandb key belongs to no account: name one with WANDB_ENTITY")
+    return entity
+
+
 @contextmanager
 def track(
     *,
@@ -159,9 +176,10 @@ def track(
 ) -> Iterator[Tracker]:
     """One run from here to the end of the block: exit code 0, or 1 if anything is raised inside.
 
-    Whatever ends the block (an error, Ctrl-C, `sys.exit`) is raised again unchanged. `folder` gets
-    `metrics.jsonl` and, unless disabled, `wandb/`. Offline opens no connection. `quiet` silences
-    wandb's own output; the warnings of this module go to `logging`.
+    Whatever ends the block (an error, Ctrl-C, `sys.exit`) is raised again unchanged, and stands in
+    the run's summary as `error`. `folder` gets `metrics.jsonl` and, unless disabled, `wandb/`.
+    Offline opens no connection. `quiet` silences wandb's own output; the warnings of this module go
+    to `logging`.
 
     Raises TrackingError if an online run cannot be opened, and TypeError if `config` holds anything
     but dicts, lists, texts, numbers, bools and None.
@@ -188,7 +206,8 @@ def track(
         tracker = Tracker(lines, run)
         try:
             yield tracker
-        except BaseException:
+        except BaseException as error:
+            tracker.summary({"error": f"{type(error).__name__}: {error}"})
             tracker._finish(exit_code=1)
             raise
         tracker._finish(exit_code=0)
@@ -291,6 +310,16 @@ def _has_key() -> bool:
             if any((known.authenticators(host) or ("", "", ""))[2] for host in hosts):
                 return True
     return False
+
+
+def _artifact(name: str, type: str, path: Path, metadata: Mapping[str, object]) -> Any:
+    import wandb
+
+    allowed = re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
+    artifact = wandb.Artifact(allowed, type, metadata=dict(metadata))
+    add = artifact.add_dir if path.is_dir() else artifact.add_file
+    add(str(path), policy="immutable", skip_cache=True)
+    return artifact
 
 
 def _require(path: Path) -> None:

@@ -1,0 +1,348 @@
+"""wandb against a server on this machine: sweeps, sync, lineage, the dashboard and the sweep file."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import wandb_stub
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from wandb_stub import KEY, Server, Uploaded
+
+import run
+from conf import build
+from conf.schema import Config
+from feedback import results, tracking
+
+ROOT = Path(run.__file__).parent
+TINY = ["model=tiny", "steps=4", "quiet=true", "hidden_bits.read_behind=[1]", "hidden_bits.fit_messages=4"]
+ORACLE = [
+    *("model=oracle", "cell=ab", "quiet=true", "latch.top=3", "latch.levels=5", "latch.dwells=[1]", "noise=0.01"),
+    *("latch.hold_steps=12", "latch.hold_trials=1", "latch.noisy_sweeps=1", "latch.random_vectors=1"),
+]
+# What Python itself connects to, a line each; loaded by every interpreter that finds it on its path.
+WATCH = """
+import os, socket
+def watched(name):
+    original = getattr(socket.socket, name)
+    def connect(self, address):
+        with open(os.environ["WATCHED"], "a") as file:
+            print(address[0] if isinstance(address, tuple) else "unix", file=file)
+        return original(self, address)
+    setattr(socket.socket, name, connect)
+watched("connect")
+watched("connect_ex")
+"""
+
+
+@pytest.fixture(autouse=True)
+def nobody_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        if name != "WANDB_SERVICE":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+
+
+class Told:
+    """A command that has ended: how, and which processes and addresses were seen while it ran."""
+
+    def __init__(self, arguments: list[str], folder: Path, variables: dict[str, str]) -> None:
+        (folder / "watch").mkdir(exist_ok=True)
+        (folder / "watch" / "sitecustomize.py").write_text(WATCH)
+        own = {"PYTHONPATH": f"{ROOT}:{folder / 'watch'}", "WATCHED": str(folder / "connected.txt")}
+        inherited = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
+        self.children: set[psutil.Process] = set()
+        self.connected: set[str] = set()
+        out, err = folder / "out.txt", folder / "err.txt"
+        with out.open("w") as told, err.open("w") as failed:
+            process = psutil.Popen(
+                arguments, cwd=folder, env=inherited | own | variables, stdout=told, stderr=failed, text=True
+            )
+            until = time.monotonic() + 200
+            while process.poll() is None:
+                assert time.monotonic() < until or process.kill(), f"{arguments}: still running"
+                self.look(process)
+                time.sleep(0.02)
+        self.code, self.out, self.err = process.returncode, out.read_text(), err.read_text()
+        python = folder / "connected.txt"
+        self.connected |= set(python.read_text().split()) if python.exists() else set()
+
+    def look(self, process: psutil.Process) -> None:
+        try:
+            self.children |= set(process.children(recursive=True))
+        except psutil.NoSuchProcess:
+            return
+        for one in [process, *self.children]:
+            try:
+                self.connected |= {end.raddr.ip for end in one.net_connections("inet") if end.raddr}
+            except psutil.Error:
+                continue
+
+    def left_behind(self) -> list[psutil.Process]:
+        """Processes that are still there a moment after the command has ended."""
+        _, alive = psutil.wait_procs(self.children, timeout=10)
+        return alive
+
+
+def command(*arguments: str, folder: Path, **variables: str) -> Told:
+    return Told([sys.executable, str(ROOT / "run.py"), *arguments], folder, variables)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(run: Uploaded) -> list[dict[str, Any]]:
+    """The history that was uploaded, as metrics.jsonl has it: no line of a table or picture, NaN null."""
+    lines = [{key: value for key, value in line.items() if key[0] != "_"} for line in run.history]
+    plain = [line for line in lines if not any(isinstance(value, dict) for value in line.values())]
+    return [{k: None if isinstance(v, str) else v for k, v in line.items()} for line in plain]
+
+
+def configured(*overrides: str) -> Config:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = OmegaConf.to_object(compose("config", list(overrides)))
+    assert isinstance(config, Config)
+    return config
+
+
+# --------------------------------------------------------------------------------------------------------- sweeps
+
+
+@pytest.mark.real
+def test_a_sweep_is_four_runs_in_one_group_with_what_the_folders_hold(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep-1"
+    with wandb_stub.serve() as server:
+        told = command(
+            *("-m", "experiment=hidden_bits", *TINY, "tracking=online", "tracking.tags=[tiny]"),
+            *("site.block=1,2,0,31", f"hydra.sweep.dir={sweep}"),
+            folder=tmp_path,
+            **server.environment,
+        )
+        runs = {run.config["site"]["block"]: run for run in server.runs.values()}
+    assert told.code == 1 and "site block 31 does not exist" in told.err
+    assert len(server.runs) == 4 and set(runs) == {0, 1, 2, 31}
+    for job, block in enumerate((1, 2, 0, 31)):
+        one, left = runs[block], results.read_result(sweep / str(job))
+        assert (one.group, one.job_type, one.tags) == ("sweep-1", "hidden_bits", ["tiny"])
+        assert one.config == left["config"]
+        assert one.exit_code == (1 if block == 31 else 0)
+        assert numbers(one) == metrics(sweep / str(job))
+        if block == 31:
+            assert one.summary["error"].startswith("ValueError: site block 31 does not exist")
+            continue
+        assert len(numbers(one)) == 4 * 7  # steps × arms
+        hard = left["summary"]["hard"]
+        for name in ("ber", "text_agreement", "argmax_agreement", "kl_nats", "text_ber"):
+            assert one.summary[name] == one.summary[f"hard.{name}"] == pytest.approx(hard[name])
+        assert {"table", "transcripts", "figures/ber_over_steps", "figures/transcripts"} <= set(one.summary)
+    assert (server.unknown, server.refused) == ([], [])
+    assert any(child.pid for child in told.children)  # the service was seen
+    assert told.left_behind() == []
+    assert told.connected <= {"127.0.0.1", "unix"} and "127.0.0.1" in told.connected
+
+
+@pytest.mark.real
+def test_a_job_that_fails_in_its_experiment_ends_as_a_failed_run_and_the_other_does_not(tmp_path: Path) -> None:
+    with wandb_stub.serve() as server:
+        told = command(
+            *("-m", "experiment=latch", *ORACLE, "tracking=online", "model.coupling=1,4"),
+            f"hydra.sweep.dir={tmp_path / 'sweep'}",
+            folder=tmp_path,
+            **server.environment,
+        )
+        runs = {run.config["model"]["coupling"]: run for run in server.runs.values()}
+    assert told.code == 1 and "no latch: L = 1.00" in told.err
+    assert {coupling: run.exit_code for coupling, run in runs.items()} == {1: 1, 4: 0}
+    assert runs[1].summary["error"].startswith("ValueError: no latch")
+    assert numbers(runs[4]) == metrics(tmp_path / "sweep" / "1")
+    swept = [line for line in numbers(runs[4]) if "hysteresis/up" in line]
+    assert len(swept) == 5 and swept[0]["hysteresis/up"] < 0 < swept[-1]["hysteresis/down"]
+    assert told.left_behind() == []
+
+
+@pytest.mark.real
+def test_an_offline_sweep_calls_nobody_and_sync_uploads_the_same(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    with wandb_stub.serve() as server:
+        told = command(
+            *("-m", "experiment=hidden_bits", *TINY, "tracking=offline", "seed=0,1", f"hydra.sweep.dir={sweep}"),
+            folder=tmp_path,
+            **server.environment,
+        )
+        assert (told.code, server.requests, server.refused) == (0, 0, []), told.err
+        assert told.connected <= {"127.0.0.1", "unix"}  # the service is talked to over this machine
+        assert told.left_behind() == []
+        offline = [str(path) for path in sorted(sweep.glob("*/wandb/offline-run-*"))]
+        synced = Told([sys.executable, "-m", "wandb", "sync", "--yes", *offline], tmp_path, server.environment)
+    assert synced.code == 0, synced.err
+    runs = {run.config["seed"]: run for run in server.runs.values()}
+    assert len(server.runs) == 2 and set(runs) == {0, 1}
+    for seed, one in runs.items():
+        assert (one.group, one.job_type, one.exit_code) == ("sweep", "hidden_bits", 0)
+        assert numbers(one) == metrics(sweep / str(seed))
+    assert (server.unknown, server.refused) == ([], [])
+
+
+# ------------------------------------------------------------------------------------------------------- lineage
+
+
+def track_and_use(folder: Path, mode: str, server: Server, made: Path) -> Told:
+    """One run registers the file, the next one reads it."""
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom feedback import tracking\n"
+        f"made = Path({str(made)!r})\n"
+        "for name in ('makes', 'reads'):\n"
+        f"    with tracking.track(mode={mode!r}, folder=Path({str(folder)!r}) / name, project='p', name=name,\n"
+        "        group=None, job_type=None, config={}) as tracker:\n"
+        "        tracker.artifact('cell', 'cell', made, {}) if name == 'makes' else tracker.use('cell', 'cell', made)\n"
+    )
+    return Told([sys.executable, "-c", program], folder, server.environment)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_run_that_reads_a_cell_uses_the_artifact_of_the_run_that_made_it(tmp_path: Path, mode: str) -> None:
+    made = tmp_path / "cell.safetensors"
+    made.write_bytes(b"a cell")
+    with wandb_stub.serve() as server:
+        told = track_and_use(tmp_path, mode, server, made)
+        assert (told.code, told.err) == (0, "")
+        if mode == "offline":
+            assert server.requests == 0
+            offline = [str(path) for path in tmp_path.glob("*/wandb/offline-run-*")]
+            Told([sys.executable, "-m", "wandb", "sync", "--yes", *offline], tmp_path, server.environment)
+    runs = {run.display_name: run for run in server.runs.values()}
+    (cell,) = runs["makes"].made
+    assert cell.startswith("cell/cell:")
+    assert (runs["makes"].used, runs["reads"].made, runs["reads"].used) == ([], [], [cell])
+
+
+def test_what_a_run_reads_is_its_learned_cell_and_its_carriers_file(tmp_path: Path) -> None:
+    assert build.files(configured("experiment=hidden_bits")) == {}
+    assert build.files(configured("experiment=hidden_latch")) == {"cell": ROOT / "conf/cell/hidden.safetensors"}
+    learned = configured("experiment=hidden_bits", "carriers=learned")
+    assert build.files(learned) == {"carriers": ROOT / "conf/carriers/learned.safetensors"}
+
+
+# ---------------------------------------------------------------------------------------------- an unwritable folder
+
+
+def test_where_wandb_cannot_write_the_run_warns_and_leaves_its_results(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "wandb").write_text("a file where wandb wants its folder")
+    config = configured("experiment=hidden_bits", *TINY, "tracking=offline")
+    record = run.main(config, tmp_path, None)
+    (warning,) = [one for one in caplog.records if one.name == tracking.__name__]
+    assert (
+        "wandb could not open an offline run" in warning.message and "metrics.jsonl has every number" in warning.message
+    )
+    assert results.read_result(tmp_path)["summary"] == results.plain(record["summary"])
+    assert len(metrics(tmp_path)) == 4 * 7
+    assert (tmp_path / "table.csv").is_file() and (tmp_path / "wandb").is_file()
+
+
+def test_an_arm_that_does_not_exist_cannot_be_the_headline(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"hidden_bits\.headline='loud'; arms: soft, "):
+        run.main(configured("experiment=hidden_bits", *TINY, "hidden_bits.headline=loud"), tmp_path, None)
+
+
+# ----------------------------------------------------------------------------------------------------- the dashboard
+
+
+def dashboard(*arguments: str, folder: Path, **variables: str) -> Told:
+    return Told([sys.executable, str(ROOT / "scripts" / "dashboard.py"), *arguments], folder, variables)
+
+
+@pytest.mark.real
+def test_the_dashboard_saves_a_view_with_the_panels_and_metrics_of_every_experiment(tmp_path: Path) -> None:
+    with wandb_stub.serve() as server:
+        told = dashboard("--project", "loops", "--name", "all of it", folder=tmp_path, **server.environment)
+    assert told.code == 0, told.err
+    assert told.out.startswith(f"{server.address}/e/loops?nw=")
+    (view,) = server.views
+    assert (view["entityName"], view["projectName"], view["displayName"]) == ("e", "loops", "all of it")
+    sections = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+    panels = {section["name"]: section["panels"] for section in sections}
+    lines = {panel["config"].get("chartTitle"): panel["config"] for panel in panels["Hidden bits"]}
+    ber = lines["hard: BER over steps, by alpha"]
+    assert (ber["xAxis"], ber["metricRegex"], ber["groupBy"]) == (
+        *("loop/step", "^hard(/alpha=[^/]+)?/ber$"),
+        "alpha.value",
+    )
+    columns = [column["accessor"] for column in lines["Settings, BER and text of the headline arm"]["columns"]]
+    assert columns[:4] == ["config:alpha.value", "config:site.value.block", "config:map.value.temperature",
+                           "config:seed.value"]  # fmt: skip
+    assert columns[4:] == [f"summary:{name}" for name in ("ber", "text_ber", "text_agreement", "argmax_agreement",
+                                                          "kl_nats")]  # fmt: skip
+    scatter = lines["Text agreement against BER: the loop writes its own text"]
+    assert (scatter["xAxis"], scatter["yAxis"]) == ("summary:soft/ber", "summary:soft/text_agreement")
+    (up,) = [panel["config"] for panel in panels["Hysteresis"] if "hysteresis/up" in panel["config"].get("metrics", [])]
+    assert up["xAxis"] == "hysteresis/alpha" and "hysteresis/down" in up["metrics"]
+    shown = json.dumps(panels)
+    for name in ("truth_table", "confusion", "crosstalk", "transcripts", "claims", "learn/loss", "register/ber"):
+        assert f'"{name}"' in shown, name
+    assert (server.unknown, server.refused) == ([], [])
+
+
+@pytest.mark.real
+def test_without_a_key_or_the_package_or_a_server_the_dashboard_says_so_in_one_line(tmp_path: Path) -> None:
+    told = dashboard(folder=tmp_path)
+    assert (told.code, told.out) == (2, "")
+    assert told.err == "error: there is no wandb key: run `wandb login`, or set WANDB_API_KEY\n"
+    (tmp_path / "watch" / "wandb_workspaces.py").write_text("raise ImportError('No module named wandb_workspaces')")
+    told = dashboard(folder=tmp_path, WANDB_API_KEY=KEY)
+    assert told.code == 2
+    assert told.err == "error: No module named wandb_workspaces: pip install '.[dashboard]'\n"
+
+
+# ----------------------------------------------------------------------------------------------------- the sweep file
+
+
+def sweep_file() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "conf" / "wandb_sweep.yaml").read_text())
+
+
+def test_the_sweep_file_names_settings_that_exist_and_every_combination_is_accepted() -> None:
+    parameters = sweep_file()["parameters"]
+    for name, given in parameters.items():
+        for value in given["values"]:
+            build.check(configured("experiment=hidden_bits", f"{name}={value}"))
+
+
+@pytest.mark.real
+def test_wandb_takes_the_sweep_file_and_its_agent_runs_a_job_that_has_the_metric(tmp_path: Path) -> None:
+    settings = sweep_file()
+    chosen = {name: given["values"][-1] for name, given in settings["parameters"].items()} | {"site.block": 2}
+    chosen |= dict(setting.split("=", 1) for setting in TINY) | {"hydra.run.dir": str(tmp_path / "job")}
+    arguments = {name: {"value": value} for name, value in chosen.items()}
+    start = {"type": "run", "run_id": "r1", "args": arguments, "program": str(ROOT / settings["program"])}
+    with wandb_stub.serve() as server:
+        made = Told(
+            [sys.executable, "-m", "wandb", "sweep", str(ROOT / "conf" / "wandb_sweep.yaml")],
+            tmp_path,
+            server.environment,
+        )
+        assert made.code == 0, made.err
+        (sent,) = server.sweeps
+        server.commands = [start]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        agent = Told(
+            [sys.executable, "-m", "wandb", "agent", "--count", "1", "e/feedback-loop/S"],
+            tmp_path,
+            server.environment | {"PATH": path},
+        )
+    assert yaml.safe_load(sent["config"])["parameters"].keys() == settings["parameters"].keys()
+    assert "ERROR" not in made.err and "WARN" not in made.err
+    one = server.runs["r1"]
+    assert (agent.code, one.exit_code, one.sweep) == (0, 0, "S"), agent.err
+    assert one.config["site"]["block"] == 2 and one.config["alpha"] == 4
+    assert 0 <= one.summary[settings["metric"]["name"]] <= 1
