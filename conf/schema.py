@@ -257,7 +257,7 @@ class Config:
     seed: int = 0
     noise: float = 0.01  # σ added to every soft token, in mean lengths of an embedding row
     dtype: str = "float32"
-    device: str = "cpu"
+    device: str = "cpu"  # cpu | cuda | cuda:1 | mps | auto (blocks spread over all GPUs)
     max_rows: int | None = None  # rows per chunk; null: as many as fit a quarter of the memory
     save_states: bool = False  # keep soft tokens and hidden states in trajectory.safetensors
     quiet: bool = False  # no progress bar

@@ -34,6 +34,7 @@ STATE_KINDS = {  # these run when weights are saved or loaded
 }
 CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")  # what runs when a module is called
 HOMES = ("torch", "transformers", "transformers_modules")  # packages that models are made of
+PLATFORM = ("torch", "transformers", "accelerate")  # owners named by their package; all others are foreign
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -45,7 +46,8 @@ class Found:
     replaced_forward (on one module), patched_class (for every module of a class), foreign_module (its class is from
     none of the packages that the model is made of), parametrization, tensor_subclass, mode.
     path: dotted name of the module, "" for the model itself, "*" for what concerns every module.
-    order: place in the module's queue, first 0. owner: ours, transformers, torch or foreign, by the code's package.
+    order: place in the module's queue, first 0. owner: ours, transformers, torch, accelerate (a model spread over
+    devices has its replaced_forward on every module that holds weights) or foreign, by the code's package.
     """
 
     kind: str
@@ -130,7 +132,8 @@ def _found(kind: str, path: str, order: int, hook: Callable[..., Any] | Any) -> 
     except (OSError, TypeError):
         defined = package
     name = getattr(target, "__qualname__", type(code).__qualname__)
-    owner = {"feedback": "ours", "transformers": "transformers", "torch": "torch"}.get(_package(target), "foreign")
+    owner = _package(target)
+    owner = owner if owner in PLATFORM else "ours" if owner == "feedback" else "foreign"
     return Found(kind, path, order, name, defined, owner, id(hook))
 
 

@@ -117,7 +117,8 @@ class LoopCache(Cache):
                 raise ValueError(f"the loop keeps keys and values; this model's cache holds {type(read).__name__}")
             keys, values = read.keys, read.values
             assert keys is not None and values is not None
-            layers.append(_Layer(keys[rows], values[rows], self.n_slots, self._slot, functional))
+            here = rows.to(keys.device)  # blocks may be on several devices
+            layers.append(_Layer(keys[here], values[here], self.n_slots, self._slot, functional))
         super().__init__(layers=layers)
 
     def begin(self, step: int) -> int:

@@ -283,7 +283,7 @@ def unembedding_direction(model: LanguageModel, token_a: str, token_b: str) -> C
 
     U is the unembedding matrix, a row per token. It belongs to no site.
     """
-    weight = unembedding(model.module).get_parameter("weight")
+    weight = unembedding(model.module).get_parameter("weight").to(model.device)
     difference = weight[token_id(model, token_a)] - weight[token_id(model, token_b)]
     return from_vectors(
         difference[None],
@@ -361,7 +361,7 @@ def _outputs(model: LanguageModel, site: Site, ids: Sequence[int]) -> Float[Tens
             use_cache=False,
             **model.last_position_only,
         )
-        return recorder.outputs[site][0].float()
+        return recorder.outputs[site][0].float().to(model.device)
 
 
 def _orthonormal(n: int, d_model: int, generator: torch.Generator) -> Tensor:

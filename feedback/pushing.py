@@ -1,7 +1,8 @@
 """Is what a program asks really added, once, in every row, at every step?
 
 A push is measured, not assumed: one hook registered before it keeps the hidden state, one registered after it
-subtracts. These receipts stay on the device; :func:`verify` compares them with the program at the end of a chunk.
+subtracts. These receipts are on the carriers' device, wherever the site is; :func:`verify` compares them with the
+program at the end of a chunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ class _Measure(Hook):
         super().__init__(site)
         self.before = before
         self.directions = directions
+        self.home = directions.device
         self.step = step
         self.receipt: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -54,6 +56,7 @@ class _Measure(Hook):
             )
         original = came[:, -1].detach().float()
         delta = hidden.detach()[:, -1].float() - original
+        self.directions = self.directions.to(original.device)  # once: afterwards they are there
         length = torch.linalg.vector_norm(original, dim=-1)
         relative = torch.linalg.vector_norm(delta, dim=-1) / length
         self.receipt = (delta @ self.directions.mT, relative, length)
@@ -89,7 +92,7 @@ class Push:
                 f"step {step}, site {self.site.path}, all rows: the push fired {fired} times in one pass; expected "
                 "once. Is it entered twice, or is the module called more than once per pass?"
             )
-        receipt = Receipt(fired, *self._measure.receipt)
+        receipt = Receipt(fired, *(measured.to(self._measure.home) for measured in self._measure.receipt))
         self._add.fired, self._measure.receipt = 0, None
         self._measure.step += 1
         return receipt

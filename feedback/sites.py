@@ -171,15 +171,17 @@ def unembed(
     ``tokens`` in their order.
 
     A function of the weights alone: hooks on the modules it uses do not fire. ``hidden`` is taken
-    to the dtype of the weights; the logits are differentiable in it.
+    to the dtype of the weights; the logits are differentiable in it, and on its device.
     """
-    head, config = unembedding(module), module.config.get_text_config()
-    hidden = hidden.to(next(head.parameters()).dtype)
+    head, config, device = unembedding(module), module.config.get_text_config(), hidden.device
+    weight = next(head.parameters())
+    hidden = hidden.to(weight.dtype)
     if tokens is None:
         logits = head.forward(hidden)
-    elif type(head) is nn.Linear:
-        rows = torch.as_tensor(tokens, device=head.weight.device)
-        logits = nn.functional.linear(hidden, head.weight[rows], None if head.bias is None else head.bias[rows])
+    elif type(head) is nn.Linear and not weight.is_meta:  # offloaded weights are there during forward only
+        rows = torch.as_tensor(tokens, device=weight.device)
+        bias = None if head.bias is None else head.bias[rows]
+        logits = nn.functional.linear(hidden.to(weight.device), weight[rows], bias)
     else:
         logits = head.forward(hidden)[..., list(tokens)]
     if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
@@ -188,7 +190,7 @@ def unembed(
         logits = logits / divisor
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2 and later
         logits = cap * torch.tanh(logits / cap)
-    return logits
+    return logits.to(device)
 
 
 def lens(module: PreTrainedModel, hidden: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes vocab"]:
@@ -198,7 +200,7 @@ def lens(module: PreTrainedModel, hidden: Float[Tensor, "*axes d_model"]) -> Flo
     and gradient as in :func:`unembed`.
     """
     dtype = next(unembedding(module).parameters()).dtype
-    return unembed(module, final_norm(module).forward(hidden.to(dtype)))
+    return unembed(module, final_norm(module).forward(hidden.to(dtype))).to(hidden.device)
 
 
 def _inside(block: nn.Module, number: int, at: str) -> nn.Module:

@@ -178,7 +178,7 @@ class StoryLearner(Learner):
                 steps = self.stories.n_steps
                 self._outputs(torch.arange(n), torch.full((steps, n), sign), torch.zeros(steps, n))
                 outputs.append(recorder.outputs[self.cell.site][:, -steps:].float().mean((0, 1)))
-        return (outputs[0] - outputs[1])[None]
+        return (outputs[0] - outputs[1])[None].to(self.model.device)
 
     @torch.no_grad()
     def test(self, *, sigma: float = 0.02, **ignored: Any) -> LoopTest:
