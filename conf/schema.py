@@ -158,6 +158,17 @@ class HiddenLatchConfig:
 
 
 @dataclass
+class HiddenStoryConfig:
+    known: int = 1  # the first so many prompts are those that the cell is learned for
+    unseen: int = 4  # of the others, measured
+    rows: int = 16  # per prompt and bit
+    start: int = 2  # first step of the pulse
+    pulse_steps: int = 3
+    pulse: float = 1.5  # in thresholds
+    mix: float = 1.0  # share of the soft token in what is fed back, the rest is the said word's embedding
+
+
+@dataclass
 class RegisterConfig:
     rows: int = 32  # written at random; as many twins are never pushed
     intervals: int = 12  # writes
@@ -277,6 +288,7 @@ class Config:
     cell: CellConfig = field(default_factory=CellConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     hidden_latch: HiddenLatchConfig = field(default_factory=HiddenLatchConfig)
+    hidden_story: HiddenStoryConfig = field(default_factory=HiddenStoryConfig)
     register: RegisterConfig = field(default_factory=RegisterConfig)
     covert: CovertConfig = field(default_factory=CovertConfig)
     latch: LatchConfig = field(default_factory=LatchConfig)

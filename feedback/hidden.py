@@ -141,7 +141,9 @@ class HiddenCell:
         """The cell in the loop of a model. ValueError for one that was learned under ordinary text."""
         self.check(model)
         if not self.cover:
-            raise ValueError("this cell was learned under ordinary text, not under one word: cover=story measures it")
+            raise ValueError(
+                "this cell was learned under ordinary text, not under one word: experiment=hidden_story does"
+            )
         return Register(model, self, self.site if site is None else site, temperature)
 
 

@@ -116,25 +116,33 @@ class StoryLearner(Learner):
         pushes = torch.where((at >= begin) & (at < begin + 3), amount, 0.0)
         switched = torch.where((amount.abs() > 1) & (at > begin), amount.sign(), sign)
         u = switched * size
-        said = self._outputs(prompt, u, objective.threshold * pushes)
+        mass = self.cell.cover_mass + objective.mass_range * (2 * torch.rand(steps, rows, generator=draw) - 1)
+        said = self._outputs(prompt, u, objective.threshold * pushes, mass.clamp(0.05, 0.98))
         wanted_u = objective.level * torch.tanh(objective.sharpness * (u + pushes))
         wanted = self._weights(torch.cat([torch.zeros(1, rows), wanted_u])).to(said)
         loss: Tensor = (wanted * (wanted.log() - said)).sum(-1).mean()
         return self._improve(loss)
 
-    def _weights(self, u: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes word"]:
-        mass = self.cell.cover_mass
-        return torch.stack([torch.full_like(u, mass), (1 - mass) * (1 + u) / 2, (1 - mass) * (1 - u) / 2], dim=-1)
+    def _weights(
+        self, u: Float[Tensor, "*axes"], mass: Float[Tensor, "*axes"] | None = None
+    ) -> Float[Tensor, "*axes word"]:
+        mass = torch.full_like(u, self.cell.cover_mass) if mass is None else mass.to(u)
+        return torch.stack([mass, (1 - mass) * (1 + u) / 2, (1 - mass) * (1 - u) / 2], dim=-1)
 
     def _outputs(
-        self, prompt: Int[Tensor, " row"], u: Float[Tensor, "step row"], pushes: Float[Tensor, "step row"]
+        self,
+        prompt: Int[Tensor, " row"],
+        u: Float[Tensor, "step row"],
+        pushes: Float[Tensor, "step row"],
+        mass: Float[Tensor, "step row"] | None = None,
     ) -> Float[Tensor, "position row word"]:
-        """log p of (cover, a, b) after the prompt and after every step, all positions in one pass."""
+        """log p of (cover, a, b) after the prompt and after every step, all positions in one pass. mass: the cover's
+        in every soft token that is read; None for the cell's."""
         model, device = self.model, self.model.device
         cover = self.stories.cover[:, prompt].to(device)
         embedding = model.embedding
         a, b = embedding[list(self.pair)]
-        weights = self._weights(u.to(device)).to(embedding)
+        weights = self._weights(u.to(device), mass).to(embedding)
         text = embedding[cover[:-1]]
         soft = weights[..., :1] * text + weights[..., 1:2] * a + weights[..., 2:] * b
         soft = text + self.mix * (soft - text)
@@ -167,6 +175,11 @@ class StoryLearner(Learner):
         log_p = torch.log_softmax(logits.float(), -1).transpose(0, 1)
         ids_ = torch.stack([cover, torch.full_like(cover, self.pair[0]), torch.full_like(cover, self.pair[1])], dim=-1)
         return log_p.gather(-1, ids_)
+
+    def contrasts(self) -> Float[Tensor, "one d_model"]:
+        """What a pulse is along: see ``_contrasts``; kept for the loop tests."""
+        self.carriers = self._contrasts()
+        return self.carriers
 
     @torch.no_grad()
     def _contrasts(self) -> Float[Tensor, "one d_model"]:

@@ -64,7 +64,7 @@ def test_a_cell_survives_its_file_and_is_refused_by_another_model(tiny, tmp_path
 
 def test_a_cell_under_text_is_no_register(tiny):
     model = tiny("llama")
-    with pytest.raises(ValueError, match="cover=story"):
+    with pytest.raises(ValueError, match="experiment=hidden_story"):
         replace(cell(model), cover="").on(model)
 
 
@@ -415,3 +415,43 @@ def test_a_cell_of_several_bits_is_for_the_register(tmp_path, tiny):
     cell(model, pairs=(("a", "b"), ("d", "e"))).save(tmp_path / "two.safetensors")
     with pytest.raises(ValueError, match="holds 2 bits: experiment=register"):
         run.main(configured("hidden_latch", f"cell.file={tmp_path / 'two.safetensors'}"), tmp_path / "job", None)
+
+
+STORY = ["hidden_story.known=2", "hidden_story.unseen=1", "hidden_story.rows=2", "steps=6", "learn.cover=''",
+         "learn.pairs=[[a,b]]", "learn.prompt='ab c'", "learn.steps=4", "learn.batch=3", "learn.test_every=2",
+         "prompts.texts=['abc a','bca','ca b']", "cell.file=null"]  # fmt: skip
+
+
+def test_hidden_story_measures_every_arm_on_known_and_unseen_prompts_and_its_cell_again(tmp_path):
+    record = run.main(configured("hidden_story", *STORY), tmp_path / "a", None)
+    arms = {"loop", "cache", "random_v", "unpushed", "unpushed_cache"}
+    assert record["summary"].keys() == {"known", "unseen"} and record["summary"]["known"].keys() == arms
+    table = results.read_table(tmp_path / "a" / "table.csv")
+    assert len(table) == 2 * 5 * 6
+    assert all(row["ber_low"] <= row["ber"] <= row["ber_high"] for row in table)
+    # nothing is pushed before the pulse, and the unpushed run never differs from itself
+    assert all(row["ber"] == 0.5 for row in table if row["arm"].startswith("unpushed") or row["step"] == 1)
+    made = HiddenCell.load(tmp_path / "a" / "cell.safetensors")
+    assert made.cover == "" and made.push is not None
+    again = run.main(
+        configured("hidden_story", *STORY[:-1], f"cell.file={tmp_path / 'a' / 'cell.safetensors'}"),
+        tmp_path / "b",
+        None,
+    )
+    assert again["summary"]["known"]["loop"] == record["summary"]["known"]["loop"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("hidden_story.known=3", "fewer known than the 3 prompts"),
+        ("hidden_story.mix=0", "a mix above 0"),
+        ("steps=4", "steps behind the pulse's end"),
+        ("learn.pairs=[[a,b],[c,d]]", "expected one pair"),
+        ("cell.file=hidden.safetensors", "hidden_latch measures it"),
+    ],
+)
+def test_story_settings_that_cannot_work_are_refused(override, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load", lambda spec: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=message):
+        run.main(configured("hidden_story", *STORY, override), tmp_path, None)
