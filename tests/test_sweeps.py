@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -257,13 +258,9 @@ def test_other_launchers_give_the_summary_of_the_basic_one(launcher, tmp_path):
 def test_a_ray_cluster_of_two_nodes_gives_the_summary_of_the_basic_launcher(tmp_path):
     jobs = ["alpha=0,1e39,2", "seed=0,1"]
     ray = str(Path(sys.executable).parent / "ray")
-    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_DISABLE_IMPORT_WARNING": "1"}
-    small = [
-        "--num-cpus=1",
-        "--object-store-memory=80000000",
-        f"--temp-dir={tmp_path / 'ray'}",
-        "--disable-usage-stats",
-    ]
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+    sockets = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the path of a socket has to be short
+    small = ["--num-cpus=1", "--object-store-memory=80000000", f"--temp-dir={sockets}", "--disable-usage-stats"]
     sweep(*jobs, "hydra.sweep.dir=basic", folder=tmp_path, status=1)
     try:
         head = ["--head", "--port=26379", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
@@ -273,6 +270,7 @@ def test_a_ray_cluster_of_two_nodes_gives_the_summary_of_the_basic_launcher(tmp_
         sweep(*jobs, "hydra.sweep.dir=other", *where, folder=tmp_path, status=1, env=environment)
     finally:
         subprocess.run([ray, "stop", "--force"], env=environment, capture_output=True, timeout=120)
+        shutil.rmtree(sockets, ignore_errors=True)
     assert (tmp_path / "other" / "summary.csv").read_bytes() == (tmp_path / "basic" / "summary.csv").read_bytes()
 
 
