@@ -19,6 +19,7 @@ import run
 from conf import build
 from conf.schema import Config
 from feedback import results, tracking
+from scripts import dashboard as dashboard_script
 
 ROOT = Path(run.__file__).parent
 TINY = ["model=tiny", "steps=4", "quiet=true", "hidden_bits.read_behind=[1]", "hidden_bits.fit_messages=4"]
@@ -302,6 +303,85 @@ def test_without_a_key_or_the_package_or_a_server_the_dashboard_says_so_in_one_l
     told = dashboard(folder=tmp_path, WANDB_API_KEY=KEY)
     assert told.code == 2
     assert told.err == "error: No module named wandb_workspaces: pip install '.[dashboard]'\n"
+
+
+GATES = ["model=oracle", "cell=ab", "carriers=unembedding", "carriers.a=A", "carriers.b=B", "logic.top=8"]
+LEARN = [
+    *("learn.prompt='ab c'", "learn.cover=c", "learn.pairs=[[a,b]]", "learn.steps=2", "learn.test_every=1"),
+    *("learn.test_rows=4", "learn.test_steps=4", "learn.batch=4", "site.block=1", "model=tiny"),
+]
+COVERT = [
+    *("covert.n_bits=2", "covert.learn_steps=2", "covert.rows=4", "covert.fit_messages=4", "covert.test_messages=4"),
+    *("covert.pairs=[[a,b],[c,d]]", "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]"),
+    *("model=tiny", "steps=4", "hidden_bits.read_behind=[1]", "site.block=1"),
+]
+RUNS = {
+    "hidden_bits": TINY,
+    "latch": ORACLE,
+    "hidden_logic": [*GATES, "logic.trials=2", "logic.control_trials=1"],
+    "circuit": [*GATES, "circuit=half_adder", "logic.trials=2"],
+    "learn_cell": LEARN,
+    "learned_carriers": COVERT,
+    "forward_hook": ["model=tiny", "carriers=random_orthonormal", "alpha=2", "steps=4"],
+    "audit": ["model=tiny", "steps=2"],
+}
+
+
+def panel_names() -> set[str]:
+    """Every metric, table and picture that a panel asks for by its name."""
+    names: set[str] = set()
+    for section in dashboard_script.sections():
+        for panel in section.panels:
+            asked = [getattr(panel, key, None) for key in ("x", "y", "metrics", "media_keys", "table_name")]
+            asked = [one for part in asked for one in (part if isinstance(part, list) else [part])]
+            asked += [column.metric for column in getattr(panel, "columns", [])]
+            names |= {one if isinstance(one, str) else one.name for one in asked if one and not is_setting(one)}
+    return names
+
+
+def is_setting(metric: Any) -> bool:
+    return type(metric).__name__ == "Config"
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of wandb_workspaces, while it is imported
+def test_every_name_in_the_dashboard_is_one_that_an_experiment_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, logged = panel_names(), {tracking.STEP}
+    tracker = tracking.Tracker
+    monkeypatch.setattr(tracker, "log", lambda self, step, values: logged.update(values))
+    monkeypatch.setattr(tracker, "table", lambda self, name, columns, rows: logged.add(name))
+    monkeypatch.setattr(tracker, "image", lambda self, name, path: logged.add(name))
+    monkeypatch.setattr(tracker, "summary", lambda self, values: logged.update(values))
+    for name, settings in RUNS.items():
+        config = configured(f"experiment={name}", *settings, "tracking=disabled", "quiet=true")
+        run.main(config, tmp_path / name, None)
+    needs_a_cell = {"register/ber", "crosstalk", "figures/crosstalk"}  # of experiment=register, on SmolLM2
+    assert asked - logged == needs_a_cell
+    for name in needs_a_cell:
+        assert f'"{name.removeprefix("figures/")}"' in (ROOT / "experiments" / "register.py").read_text()
+
+
+def test_truth_tables_and_the_confusion_of_all_gates_are_tables_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: dict[str, list[dict[str, Any]]] = {}
+
+    def table(self: Any, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        tables[name] = [dict(zip(columns, row, strict=True)) for row in rows]
+
+    monkeypatch.setattr(tracking.Tracker, "table", table)
+    settings = ["tracking=disabled", "quiet=true"]
+    run.main(configured("experiment=circuit", *RUNS["circuit"], *settings), tmp_path / "circuit", None)
+    added = {(row["a"], row["b"]): (row["sum expected"], row["carry expected"]) for row in tables["truth_table"]}
+    assert added == {(0, 0): (0, 0), (0, 1): (1, 0), (1, 0): (1, 0), (1, 1): (0, 1)}
+    assert all((row["host"], row["loop"], row["trials"]) == (1, 1, 2) for row in tables["truth_table"])
+    run.main(configured("experiment=hidden_logic", *RUNS["hidden_logic"], *settings), tmp_path / "logic", None)
+    assert len(tables["truth_table"]) == 16 * 4
+    assert all(row["accuracy"] == 1 for row in tables["truth_table"])
+    # the sixteen gates have a 1 in half of their 64 rows, two trials each
+    assert [list(row.values()) for row in tables["confusion"]] == [[0, 64, 0], [1, 0, 64]]
 
 
 # ----------------------------------------------------------------------------------------------------- the sweep file
