@@ -46,7 +46,7 @@ def check_contract(module: PreTrainedModel, rows: Float[Tensor, "vocab d_model"]
     mask = torch.ones_like(ids)
     with record(module, [LAST_BLOCK]) as recorder, record_final(module) as final:
         logits = module(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        block, hidden = recorder.outputs[LAST_BLOCK], final.take()
+        block, hidden = recorder.outputs[LAST_BLOCK].to(rows.device), final.take().to(rows.device)
     refused = f"{type(module).__name__} cannot run in the loop"
     if (widths := (logits.shape[-1], block.shape[-1])) != (n_tokens, d_model):
         raise ModelError(
