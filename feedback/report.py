@@ -207,7 +207,7 @@ def _page(name: str, jobs: Sequence[Job], rows: Sequence[Mapping[str, Any]]) -> 
     columns = list(dict.fromkeys(column for row in rows for column in row))
     numbers = [column for column in columns if column not in {"job", "status", "seconds", "error", *settings}]
     headline = [column for column in numbers if column.split(".")[-1] == "ber"]
-    headline = headline or [column for column in numbers if "." not in column]
+    headline += [column for column in numbers if "." not in column and column not in headline]
     figures, left_out = _figures(jobs)
     charts = [
         _over_settings(rows, settings, numbers),
