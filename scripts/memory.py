@@ -1,6 +1,6 @@
 """What does a run take? python scripts/memory.py [--rows 8 32 128] [--steps 15] [--no-measure] [--json memory.json]
 
-First the memory model beside a measurement: the default loop (push, receipts, records, KL) on SmolLM2 at several
+First the memory model beside a measurement: the loop (push, receipts, records, KL) on SmolLM2 at several
 numbers of rows, with every tensor counted from its making to its freeing. Then a table for published shapes, built
 without weights: what fits an H100, and how long its memory and its arithmetic need for the default `hidden_bits` run.
 `feedback/scale.py` has the formulas. Inner buffers of a kernel and Python itself are not counted.
