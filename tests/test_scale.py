@@ -11,17 +11,22 @@ import accelerate
 import pytest
 import torch
 from accelerate import hooks as accelerate_hooks
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import DynamicCache, LlamaConfig
 
+import run as command
+from experiments import hidden_bits
 from feedback import audit, carriers, contract, loop, maps, models, pretrained, programs, scale
 from feedback.cache import Context, LoopCache, cache_keyword
 from feedback.models import LanguageModel, ModelError, ModelSpec
 from feedback.sites import Site, blocks, embedding, final_norm, lens, unembed, unembedding
 from feedback.tiny import FAMILIES
 from feedback.trajectory import Trajectory
+from scripts import memory
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [40, 41, 42, 43]]
 STEPS = 6
@@ -301,15 +306,17 @@ def test_the_stand_in_for_gpus_refuses_what_gpus_refuse():
 @pytest.mark.parametrize("site", [Site(0), Site(2), Site(3, "block_input"), Site(2, "mlp")])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_the_loop_over_two_devices_never_mixes_them_and_gives_the_same_numbers(tiny, family, site):
+    # copies lie elsewhere in memory, so kernels round differently, and a loop amplifies it; in float64, eager attention
+    # over padding is not a number
+    dtype, off = ("float32", 2e-3) if family == "gemma2" else ("float64", 1e-5)
     with several_devices():
-        model = on_two_devices(ModelSpec(kind="tiny", family=family, dtype="float64"))
+        model = on_two_devices(ModelSpec(kind="tiny", family=family, dtype=dtype))
         devices = Counter(str(next(block.parameters()).device) for block in blocks(model.module))
         assert devices == {"cuda:0": 2, "cuda:1": 2} and str(model.device) == "cuda:0"
         told = run(model, site=site, max_rows=2)
         kept = [*told._tensors().values(), *told.recorded.values()]
         assert {str(value.device) for value in kept} == {"cuda:0"}
-    alone = run(tiny(family, dtype="float64"), site=site, max_rows=2)
-    assert_same(alone, told, rtol=1e-5, atol=1e-5)  # kernels round differently, and a loop amplifies it
+    assert_same(run(tiny(family, dtype=dtype), site=site, max_rows=2), told, rtol=off, atol=off)
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
@@ -402,3 +409,46 @@ def test_a_model_spread_over_real_gpus_gives_the_numbers_of_one(saved):
 def test_a_shape_that_is_built_by_hand_is_the_configuration_that_it_says():
     config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=1)
     assert scale.kv_bytes(config, torch.bfloat16) == 2 * 2 * 1 * 16 * 2
+
+
+# --- measured --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [12, 48])  # with fewer, the prompt pass and the parts that all rows share show
+def test_the_peak_of_a_run_stays_below_what_is_counted_and_near_it(tiny, rows):
+    found = memory.compare(tiny("llama", vocab_size=2048), rows, steps=8)
+    assert found["kept, measured"] == pytest.approx(found["kept, counted"], rel=0.1)
+    assert 0.6 < found["peak, measured"] / found["peak, counted"] < 1.05
+
+
+@pytest.mark.real
+def test_the_peak_of_a_run_on_smollm2_is_what_is_counted(smollm2):
+    few, many = (memory.compare(smollm2, rows, steps=8) for rows in (4, 12))
+    measured, counted = ((many[k] - few[k]) / 8 for k in ("peak, measured", "peak, counted"))  # of a row
+    assert 0.75 < measured / counted < 1.0
+
+
+def test_the_tracker_counts_what_is_alive_and_forgets_what_is_freed():
+    def work() -> Tensor:
+        first = torch.zeros(256)  # 1 KiB
+        second = first + 1  # another
+        view = second.reshape(16, 16)[1:]  # none
+        del first
+        third = view.sum(0).repeat(16)  # 64 bytes, freed again, and 1 KiB
+        return second + third
+
+    # at the sum: second, third and what becomes of them; view.sum(0) is gone
+    assert memory.measured(work) == (3 * 1024, 1024)
+
+
+def test_the_table_of_published_shapes_follows_from_the_run_that_it_is_of():
+    with initialize_config_dir(str(Path(command.__file__).parent / "conf"), version_base="1.3"):
+        config = OmegaConf.to_object(compose("config", ["experiment=hidden_bits"]))
+    rows = hidden_bits.lay_out(config, [2.0], torch.Generator().manual_seed(0))
+    arms = [arm for arm in config.hidden_bits.arms.values() if arm.states_of is None]
+    assert (len(rows.kind), len(arms)) == (memory.RUN_ROWS, memory.RUN_ARMS)
+    assert (config.hidden_bits.n_bits, len(config.hidden_bits.read_behind)) == (memory.CARRIERS, memory.RECORDED)
+    big = memory.shape("Llama-3-70B", steps=15)
+    assert big["GPUs"] == 2  # 131.4 GiB of weights in 0.9 · 80 GiB each
+    # 141.1e9 bytes of weights, and 176 · (35 · 327,680 + 6 · 128,256 · 4) of rows, at 3.35e12 a second
+    assert big["ms/step"] == pytest.approx(1e3 * (141.1e9 + 176 * 14.55e6) / 3.35e12, rel=1e-3)
