@@ -28,7 +28,6 @@ from conf.schema import Config
 
 ATTEMPTS = "attempts"  # what earlier attempts at a job left
 BASIC = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
-NO_NUMBER = ("resume", "quiet", "tracking", "objective")  # settings that change no number
 
 
 def folder(kind: str, name: str, resume: str | None) -> str:
@@ -111,7 +110,7 @@ def check(config: Config) -> Any:
 
 def finished(where: Path, config: Config) -> dict[str, Any] | None:
     """The finished record that a resumed run or job finds in its place. ValueError for one of other settings."""
-    from feedback import results
+    from feedback import report, results
 
     if config.resume is None:
         return None
@@ -123,7 +122,7 @@ def finished(where: Path, config: Config) -> dict[str, Any] | None:
         return None
     ours = results.plain(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
     theirs = record["config"]
-    other = [key for key in {**ours, **theirs} if key not in NO_NUMBER and ours.get(key) != theirs.get(key)]
+    other = [key for key in {**ours, **theirs} if key not in report.NO_NUMBER and ours.get(key) != theirs.get(key)]
     if other:
         raise ValueError(
             f"{where} holds a finished result with another {', '.join(other)}; resume={config.resume} goes with the "

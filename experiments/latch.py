@@ -237,8 +237,9 @@ def hold(
     sigma[:2] = 0
     strength = torch.zeros(steps, len(state))
     n_held = 2 + 2 * trials
-    strength[: len(stair), n_held : n_held + sweeps] = stair[:, None]
-    strength[: len(stair), n_held + sweeps :] = stair.flip(0)[:, None]
+    if sweeps:
+        strength[: len(stair), n_held : n_held + sweeps] = stair[:, None]
+        strength[: len(stair), n_held + sweeps :] = stair.flip(0)[:, None]
     told = cell.run(rest[state], strength, sigma=sigma, randomness=loop.Randomness(config.seed), progress=bar.turn)
     u = cell.read(told.hidden).cpu()
     kept = (u[:, :n_held] > 0) == (state[:n_held] > 0)

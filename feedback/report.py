@@ -28,6 +28,8 @@ TRACES = ("result.json", ".hydra", "run.log", "metrics.jsonl", "table.csv")  # a
 FOUND = ("owner", "kind", "path", "name", "defined")  # what an audit tells of something on a model
 STEP = "loop/step"
 
+NO_NUMBER = ("resume", "quiet", "tracking", "objective", "hydra")  # settings that change nothing that is measured
+
 
 @dataclass(frozen=True)
 class Job:
@@ -144,8 +146,8 @@ def _job(number: int, folder: Path) -> Job:
         folder=folder,
         status=status if status in ("finished", "failed") else "unfinished",
         result=result,
-        overrides=dict(_override(str(word)) for word in words),
-        config=dict(_flat(config, lists=False)) if isinstance(config, dict) else {},
+        overrides=_that_matter(dict(_override(str(word)) for word in words)),
+        config=_that_matter(dict(_flat(config, lists=False))) if isinstance(config, dict) else {},
         table=read("table.csv", results.read_table, list),
         metrics=read("metrics.jsonl", _lines, list),
         figures=sorted((folder / "figures").glob("*.png")),
@@ -160,6 +162,10 @@ def _yaml(path: Path) -> Any:
 def _override(word: str) -> tuple[str, str]:
     name, _, value = word.partition("=")
     return name.lstrip("+"), value
+
+
+def _that_matter(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name.partition(".")[0] not in NO_NUMBER}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -24,7 +24,15 @@ def seconds(launcher: list[str], jobs: int, settings: list[str]) -> float:
     """Wall time of one sweep over ``jobs`` seeds. CalledProcessError, with what it said, when a job fails."""
     seeds = ",".join(map(str, range(jobs)))
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(RUN), "-m", *SETTINGS, *settings, f"seed={seeds}", f"hydra.sweep.dir={folder}/sweep"]
+        command = [
+            sys.executable,
+            str(RUN),
+            "-m",
+            *SETTINGS,
+            *settings,
+            f"seed={seeds}",
+            f"hydra.sweep.dir={folder}/sweep",
+        ]
         started = time.perf_counter()
         done = subprocess.run([*command, *launcher], capture_output=True, text=True)
         if done.returncode:

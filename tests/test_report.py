@@ -604,3 +604,12 @@ def test_hostile_texts_run_nothing(browser: Any, tmp_path: Path) -> None:
     opened(browser, hostile(tmp_path / "hostile"))
     assert browser.get_log("browser") == []
     assert browser.title == f"{HOSTILE}: 3 jobs"
+
+
+def test_how_a_job_was_launched_is_no_difference_between_jobs(tmp_path):
+    for number, more in enumerate((["alpha=1"], ["alpha=2", "resume=there", "quiet=true", "tracking.mode=disabled"])):
+        hydra = tmp_path / str(number) / ".hydra"
+        hydra.mkdir(parents=True)
+        (hydra / "overrides.yaml").write_text("".join(f"- {word}\n" for word in more))
+    rows = report.summary_rows(report.jobs(tmp_path))
+    assert [set(row) for row in rows] == [{"job", "status", "error", "alpha"}] * 2
