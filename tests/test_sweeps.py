@@ -194,7 +194,10 @@ def test_three_sweeps_of_one_second_lose_nothing_and_one_folder_has_one_owner(tm
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_sweep_that_is_told_to_stop_ends_its_job_as_failed_and_can_be_resumed(number, tmp_path):
     alphas = "alpha=" + ",".join(map(str, range(20)))
-    process = command(alphas, "hydra.sweep.dir=s", folder=tmp_path)
+    # what a shell starts in the background ignores Ctrl-C, and so would its children
+    process = command(
+        alphas, "hydra.sweep.dir=s", folder=tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
     wait_for(tmp_path / "s" / "1" / "metrics.jsonl", process)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
