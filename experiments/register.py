@@ -45,15 +45,17 @@ def check(config: Config, shape: ModelShape) -> None:
 
 
 def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) -> Result:
-    """Measures one register; ValueError where a word is no rest of the loop."""
+    """Measures one register. Of one whose words are not all rests of the loop, only where each of them goes."""
     settings, draw = config.register, torch.Generator().manual_seed(config.seed)
     before = audit.plain(audit.snapshot(model.module))
     held = build.register(config, model)
-    own = build.cell_carriers(config, held, draw)
-    random = carriers.norm_matched_random(own, draw).scaled
     n = held.n_bits
     u_rest, rest, _ = held.settle(settings.settle_steps)
     held_words = ((u_rest.cpu() > 0) == held.all_bits).all(1)
+    if not held_words.all():
+        return unheld(held, u_rest.cpu())
+    own = build.cell_carriers(config, held, draw)
+    random = carriers.norm_matched_random(own, draw).scaled
     with progress.bar(config.quiet, unit="row-step") as bar:
         bar.stage("thresholds")
         sizes = thresholds(config, held, own.scaled, rest, own.raw_lengths.max().item())
@@ -103,6 +105,27 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         "audit": {"before": before, "after": audit.plain(audit.snapshot(model.module))},
     }
     return Result(table=table, summary=summary, figures={"crosstalk": path}, record=record)
+
+
+def unheld(held: Register, u: Float[Tensor, "word bit"]) -> Result:
+    """Where every word goes unpushed, in a cell that does not hold them all: nothing can be written into that one."""
+    rests = u > 0
+    table = [
+        {"word": _bits(word), "rests_as": _bits(rest), "held": bool((word == rest).all())}
+        | {f"u_{bit}": value for bit, value in enumerate(line.tolist())}
+        for word, rest, line in zip(held.all_bits, rests, u, strict=True)
+    ]
+    summary = {
+        "n_bits": held.n_bits,
+        "words": len(table),
+        "words_held": sum(row["held"] for row in table),
+        "bit_kept": (rests == held.all_bits).double().mean(0).tolist(),
+    }
+    return Result(table=table, summary=summary, record={"cell": {"provenance": dict(held.cell.provenance)}})
+
+
+def _bits(word: Bool[Tensor, " bit"]) -> str:
+    return "".join(str(int(bit)) for bit in word)
 
 
 def thresholds(
@@ -235,6 +258,17 @@ def show(result: Result) -> Table:
     """The printed table: crosstalk, with the totals in its title."""
     s = result.summary
     n = s["n_bits"]
+    if s["words_held"] < s["words"]:
+        table = Table(
+            title=f"{n} bits in one soft token: {s['words_held']} of {s['words']} words are rests; learn another cell",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+        )
+        for column in result.table[0]:
+            table.add_column(column)
+        for row in result.table:
+            table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in row.values()))
+        return table
     table = Table(
         title=f"{n} bits in one soft token: {s['words_held']} of {s['words']} words are rests, bit error rate "
         f"{s['ber']:.4f} [{s['ber_low']:.3f}, {s['ber_high']:.3f}], text agreement {s['text_agreement']:.4f}",

@@ -415,6 +415,16 @@ def test_a_cell_of_several_bits_is_for_the_register(tmp_path, tiny):
     cell(model, pairs=(("a", "b"), ("d", "e"))).save(tmp_path / "two.safetensors")
     with pytest.raises(ValueError, match="holds 2 bits: experiment=register"):
         run.main(configured("hidden_latch", f"cell.file={tmp_path / 'two.safetensors'}"), tmp_path / "job", None)
+    # untrained, it holds not every word: the register says where each goes
+    record = run.main(
+        configured("register", f"cell.file={tmp_path / 'two.safetensors'}", "carriers.kind=contrast_rests"),
+        tmp_path / "register",
+        None,
+    )
+    rows = results.read_table(tmp_path / "register" / "table.csv")
+    assert [row["word"] for row in rows] == ["00", "01", "10", "11"]
+    assert [row["held"] for row in rows] == [row["word"] == f"{row['rests_as']:0>2}" for row in rows]
+    assert record["summary"]["words_held"] == sum(row["held"] for row in rows) < 4
 
 
 STORY = ["hidden_story.known=2", "hidden_story.unseen=1", "hidden_story.rows=2", "steps=6", "learn.cover=''",
