@@ -118,7 +118,7 @@ def unheld(held: Register, u: Float[Tensor, "word bit"]) -> Result:
     summary = {
         "n_bits": held.n_bits,
         "words": len(table),
-        "words_held": sum(row["held"] for row in table),
+        "words_held": int((rests == held.all_bits).all(1).sum()),
         "bit_kept": (rests == held.all_bits).double().mean(0).tolist(),
     }
     return Result(table=table, summary=summary, record={"cell": {"provenance": dict(held.cell.provenance)}})
