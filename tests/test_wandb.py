@@ -123,21 +123,21 @@ def test_a_sweep_is_four_runs_in_one_group_with_what_the_folders_hold(tmp_path: 
     with wandb_stub.serve() as server:
         told = command(
             *("-m", "experiment=hidden_bits", *TINY, "tracking=online", "tracking.tags=[tiny]"),
-            *("site.block=1,2,0,31", f"hydra.sweep.dir={sweep}"),
+            *("alpha=1,2,0,1e39", f"hydra.sweep.dir={sweep}"),
             folder=tmp_path,
             **server.environment,
         )
-        runs = {run.config["site"]["block"]: run for run in server.runs.values()}
-    assert told.code == 1 and "site block 31 does not exist" in told.err
-    assert len(server.runs) == 4 and set(runs) == {0, 1, 2, 31}
-    for job, block in enumerate((1, 2, 0, 31)):
-        one, left = runs[block], results.read_result(sweep / str(job))
+        runs = {run.config["alpha"]: run for run in server.runs.values()}
+    assert told.code == 1 and "coefficients hold NaN or infinite values" in told.err  # in float32 1e39 is
+    assert len(server.runs) == 4 and set(runs) == {0, 1, 2, 1e39}
+    for job, alpha in enumerate((1, 2, 0, 1e39)):
+        one, left = runs[alpha], results.read_result(sweep / str(job))
         assert (one.group, one.job_type, one.tags) == ("sweep-1", "hidden_bits", ["tiny"])
         assert one.config == left["config"]
-        assert one.exit_code == (1 if block == 31 else 0)
+        assert one.exit_code == (1 if alpha == 1e39 else 0)
         assert numbers(one) == metrics(sweep / str(job))
-        if block == 31:
-            assert one.summary["error"].startswith("ValueError: site block 31 does not exist")
+        if alpha == 1e39:
+            assert one.summary["error"].startswith("ValueError: coefficients hold NaN")
             continue
         assert len(numbers(one)) == 4 * 7  # steps × arms
         hard = left["summary"]["hard"]
