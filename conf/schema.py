@@ -164,7 +164,7 @@ class HiddenStoryConfig:
     rows: int = 16  # per prompt and bit
     start: int = 2  # first step of the pulse
     pulse_steps: int = 3
-    pulse: float = 1.5  # in thresholds
+    pulse: float = 1.5  # in thresholds as learned: learn.threshold × the length of the contrast
     mix: float = 1.0  # share of the soft token in what is fed back, the rest is the said word's embedding
 
 

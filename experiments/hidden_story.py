@@ -74,7 +74,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     else:
         cell = HiddenCell.load(build.cell_file(config), model)
     learner = _learner(config, model, stories.pick(known), cell)
-    v = carriers.from_vectors(learner.contrasts(), "v")
+    v = carriers.from_vectors(learner.contrasts(), "v").with_scale("raw")  # a threshold is a share of its length
     random = carriers.norm_matched_random(v, draw).scaled[0]
     amount = settings.pulse * config.learn.threshold
     table: list[dict[str, Any]] = []
