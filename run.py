@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from conf import sweeps
-from conf.schema import Config, register
+from conf.schema import Config, plain, register
 
 register()
 
@@ -30,7 +30,7 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
     from feedback import models, results, tracking
 
     started = time.perf_counter()
-    plain: Any = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    settings = plain(config)
     tracked: dict[str, Any] = {
         "mode": config.tracking.mode,
         "folder": folder,
@@ -38,7 +38,7 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
         "name": config.tracking.name,
         "group": group,
         "job_type": config.name,
-        "config": plain,
+        "config": settings,
         "tags": config.tracking.tags,
     }
     try:
@@ -63,7 +63,7 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
             "model": model.info,
             "seed": config.seed,
             "versions": results.versions(),
-            "config": plain,
+            "config": settings,
             "wall_seconds": round(time.perf_counter() - started, 2),
         }
         results.write_table(folder / "table.csv", result.table)
@@ -92,7 +92,7 @@ def fail(folder: Path, config: Config, error: BaseException) -> None:
         "experiment": config.name,
         "error": f"{type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(error)),
-        "config": OmegaConf.to_container(OmegaConf.structured(config)),
+        "config": plain(config),
     }
     try:
         results.write_result(folder, record)

@@ -1,6 +1,7 @@
 """From settings to the library's objects: the only place where one becomes the other."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from conf.schema import Config, ContextConfig
 from feedback import carriers as carrying
-from feedback import cells, logic, maps, programs
+from feedback import cells, hidden, logic, maps, programs
 from feedback.cache import Context
 from feedback.carriers import Carriers, Scale
 from feedback.cells import OperatingPoint
 from feedback.hidden import HiddenCell, Register
 from feedback.latch import Latch
+from feedback.learning import Objective
 from feedback.logic import Circuit
 from feedback.maps import NamedMap, Norm
 from feedback.models import LanguageModel, ModelShape, ModelSpec
@@ -226,6 +228,35 @@ def latch(config: Config, model: LanguageModel, generator: torch.Generator) -> L
     )
 
 
+def untrained_cell(config: Config, model: LanguageModel) -> HiddenCell:
+    """What learning a cell begins with. ValueError for the middle block, which is another one in another model."""
+    settings = config.learn
+    if config.site.block == "middle":
+        raise ValueError("site.block=middle: a cell is learned for one block; site.block=5 does in SmolLM2")
+    at = replace(site(config), block=resolve_block(config.site.block, model.n_blocks))
+    pushed = settings.kind != "prefix"
+    return hidden.from_prompt(
+        model, settings.prompt, settings.cover, settings.pairs, at, settings.cover_mass, push=pushed
+    )
+
+
+def objective(config: Config) -> Objective:
+    """What a learned cell is to do, the loop's noise included."""
+    names = ("level", "sharpness", "weakest", "mass_range", "unroll", "pushed", "threshold", "largest")
+    return Objective(sigma=config.noise, **{name: getattr(config.learn, name) for name in names})
+
+
+def learning(config: Config) -> dict[str, Any]:
+    """How a cell is learned: a Learner's options."""
+    names = ("kind", "steps", "batch", "rate", "push_rate")
+    return {"seed": config.seed, **{name: getattr(config.learn, name) for name in names}}
+
+
+def stopping(config: Config) -> dict[str, Any]:
+    """When learning is tested and ends: options of Learner.steps."""
+    return {name: getattr(config.learn, name) for name in ("test_every", "margin", "patience")}
+
+
 def register(config: Config, model: LanguageModel) -> Register:
     """The learned cell in the loop, pushed at the site."""
     return HiddenCell.load(cell_file(config), model).on(model, site(config), config.map.temperature)
@@ -279,6 +310,24 @@ def circuit(config: Config) -> Circuit:
     told = config.circuit
     parts = {"inputs": told.inputs, "cells": told.cells, "outputs": told.outputs, "truth": told.truth}
     return logic.circuit(told.name, parts)
+
+
+def check_learning(config: Config) -> None:
+    """ValueError for settings of learning a cell that cannot work, before a model is looked at."""
+    settings = config.learn
+    objective(config)
+    if settings.kind not in ("prefix", "push", "both"):
+        raise ValueError(f"learn.kind={settings.kind!r}: expected prefix, push or both")
+    if not settings.prompt.strip() or not settings.pairs or not all(len(pair) == 2 for pair in settings.pairs):
+        raise ValueError(f"learn.prompt={settings.prompt!r}, learn.pairs={settings.pairs}: expected text, and pairs")
+    counts = ("steps", "batch", "test_every", "test_rows", "patience")
+    if few := [name for name in counts if getattr(settings, name) < 1]:
+        raise ValueError(f"learn.{few[0]}={getattr(settings, few[0])}: expected at least 1")
+    if settings.test_steps < 4 or not 0.2 <= settings.cover_mass <= 0.9:
+        raise ValueError(
+            f"learn.test_steps={settings.test_steps}, learn.cover_mass={settings.cover_mass}: expected at least 4 "
+            "steps, and a mass from 0.2 to 0.9"
+        )
 
 
 def check_cell(config: Config) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 
 @dataclass
@@ -294,6 +294,12 @@ class Config:
     latch: LatchConfig = field(default_factory=LatchConfig)
     logic: LogicConfig = field(default_factory=LogicConfig)
     circuit: CircuitConfig = field(default_factory=CircuitConfig)
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """Every setting, in dicts and lists."""
+    settings: Any = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    return settings
 
 
 def register() -> None:

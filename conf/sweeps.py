@@ -21,10 +21,11 @@ from filelock import FileLock, Timeout
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from conf.schema import Config
+from conf.schema import Config, plain
 
 ATTEMPTS = "attempts"  # what earlier attempts at a job left
 BASIC = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
@@ -68,8 +69,9 @@ class Sweep(Callback):
         Sweep.here = where
         code = str(Path(__file__).parent.parent)  # what launches is what runs, installed or not
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")]))
+        quoted = QuotedString(str(where), Quote.single)
         with read_write(config), open_dict(config):  # jobs of another experiment go to the same folder
-            config.hydra.overrides.hydra.append(f"hydra.sweep.dir={_quoted(str(where))}")
+            config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted.with_quotes()}")
 
 
 def _refusals(config: DictConfig, where: Path) -> list[str]:
@@ -120,7 +122,7 @@ def finished(where: Path, config: Config) -> dict[str, Any] | None:
         return None
     if record.get("status") != "finished":
         return None
-    ours = results.plain(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    ours = results.plain(plain(config))
     theirs = record["config"]
     other = [key for key in {**ours, **theirs} if key not in report.NO_NUMBER and ours.get(key) != theirs.get(key)]
     if other:
@@ -181,11 +183,11 @@ def stoppable() -> Iterator[None]:
 
 def objective(record: dict[str, Any], name: str | None) -> float | None:
     """The number of the summary that ``objective`` names, by its dotted name. SystemExit where there is none."""
+    from feedback import results
+
     if name is None:
         return None
-    value: Any = record["summary"]
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+    value = dict(results.flat(record["summary"])).get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         print(
             f"error: objective={name} is no number of the summary, which has {', '.join(record['summary'])}",
@@ -207,15 +209,15 @@ def close() -> int:
         jobs = report.jobs(where)
     except FileNotFoundError:  # not one began
         return 1
-    shared = set.intersection(*(set(job.overrides.items()) for job in jobs))
+    settings = report.differing([job.overrides for job in jobs])
     for job in jobs:
         if job.status == "failed":
-            own = " ".join(f"{key}={value}" for key, value in job.overrides.items() if (key, value) not in shared)
+            own = " ".join(f"{name}={job.overrides[name]}" for name in settings if name in job.overrides)
             print(f"job {job.number} ({own}) failed: {job.error}", file=sys.stderr)
     done = sum(job.status == "finished" for job in jobs)
     count = max(Sweep.jobs or 0, len(jobs))
     try:
-        page = report.write(where)
+        page = report.write(where, jobs)
     except OSError as error:
         print(f"error: cannot write the report: {error}", file=sys.stderr)
         return 1
@@ -223,7 +225,3 @@ def close() -> int:
     if done < count:
         print(f"for the others, the same command with resume={where}", file=sys.stderr)
     return int(done < count)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -118,9 +118,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         for name, arm in config.hidden_bits.arms.items():
             bar.stage(name)
             if arm.states_of is None:
-                states[name] = run_arm(
-                    config, model, prompts, carriers.scaled, rows, arm, cover, randomness, bar.update
-                )
+                states[name] = run_arm(config, model, prompts, carriers.scaled, rows, arm, cover, randomness, bar.turn)
                 states[name].save(folder / "trajectories" / f"{name}.safetensors", config.save_states)
             for alpha in alphas if arm.alpha is None else alphas[:1]:
                 measured = measure(config, name, arm, states[arm.states_of or name], rows, alpha, generator)

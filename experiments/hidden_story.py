@@ -7,7 +7,6 @@ writes without any of it.
 """
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,15 @@ from torch import Tensor
 
 from conf import build
 from conf.schema import Config
-from feedback import audit, carriers, figures, hidden, metrics, progress, story
+from feedback import audit, carriers, figures, metrics, progress, story
 from feedback.hidden import HiddenCell
-from feedback.learning import Objective
+from feedback.learning import CELL, STATE
 from feedback.models import LanguageModel, ModelShape
 from feedback.results import Result
-from feedback.sites import resolve, resolve_block
+from feedback.sites import resolve
 from feedback.story import Stories, StoryLearner
 from feedback.tracking import Tracker
 
-STATE, CELL = "learner.safetensors", "cell.safetensors"
 CONTINUES = (STATE, CELL)  # what a resumed run goes on with
 
 
@@ -36,7 +34,7 @@ def check(config: Config, shape: ModelShape) -> None:
     """Refuses settings that cannot work, before the model is loaded."""
     settings, learn = config.hidden_story, config.learn
     build.check_shape(config, shape)
-    _objective(config)
+    build.check_learning(config)
     if config.cell.file is not None:
         cell = HiddenCell.load(build.cell_file(config))
         if cell.cover:
@@ -64,9 +62,10 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     before = audit.plain(audit.snapshot(model.module))
     stories = Stories.write(model, config.prompts.texts, config.steps)
     known, unseen = list(range(settings.known)), list(range(settings.known, len(stories.prompts)))
-    learner = _learner(config, model, stories.pick(known))
     if config.cell.file is None:
-        learn(config, learner, tracker, folder)
+        learner = _learner(config, model, stories.pick(known), build.untrained_cell(config, model))
+        learner.resume(folder)
+        learner.descend(folder, tracker.log, quiet=config.quiet, **build.stopping(config), sigma=config.noise)
         assert learner.best is not None
         cell = learner.best[2]
         cell.save(folder / CELL)
@@ -124,11 +123,10 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         split: {arm: verdict([r for r in table if (r["split"], r["arm"]) == (split, arm)], ends) for arm in arms}
         for split in ("known", "unseen")
     }
-    best = cell.provenance.get("loop_test", {})
     site = resolve(model.module, cell.site)
     record = {
         "site": {"block": site.block, "at": site.at, "path": site.path},
-        "cell": {"file": config.cell.file or str(folder / CELL), "provenance": dict(cell.provenance), "test": best},
+        "cell": {"file": config.cell.file or str(folder / CELL), "provenance": dict(cell.provenance)},
         "transcripts": said,
         "noise_model": {
             "sigma": config.noise,
@@ -138,27 +136,6 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         "audit": {"before": before, "after": audit.plain(audit.snapshot(model.module))},
     }
     return Result(table=table, summary=summary, figures=draw_figures(table, ends, folder), record=record)
-
-
-def learn(config: Config, learner: StoryLearner, tracker: Tracker, folder: Path) -> None:
-    """Leaves the best cell so far and the learner's state at every loop test."""
-    settings = config.learn
-    if (folder / STATE).is_file():
-        learner.restore(folder / STATE)
-    points = learner.steps(
-        test_every=settings.test_every, margin=settings.margin, patience=settings.patience, sigma=config.noise
-    )
-    with progress.bar(config.quiet, total=settings.steps, initial=learner.step, unit="step") as bar:
-        for point in points:
-            bar.update(1)
-            logged = {"learn/loss": point.loss}
-            if point.test is not None:
-                logged |= {f"learn/{name}": value for name, value in point.test.plain().items()}
-                learner.save(folder / STATE)
-                assert learner.best is not None
-                learner.best[2].save(folder / CELL)
-            tracker.log(point.step, logged)
-            bar.set_postfix({name.removeprefix("learn/"): f"{value:.2f}" for name, value in logged.items()})
 
 
 def verdict(rows: list[dict[str, Any]], ends: int) -> dict[str, Any]:
@@ -220,52 +197,22 @@ def _transcript(
     return {"arm": f"{split}, {arm}", "alpha": None, "prompt": "", "cover": words(cover), "steered": words(told)}
 
 
-def _objective(config: Config) -> Objective:
-    s = config.learn
-    return Objective(
-        level=s.level,
-        sharpness=s.sharpness,
-        weakest=s.weakest,
-        mass_range=s.mass_range,
-        sigma=config.noise,
-        pushed=s.pushed,
-        threshold=s.threshold,
-        largest=s.largest,
-    )
-
-
-def _learner(config: Config, model: LanguageModel, stories: Stories, cell: HiddenCell | None = None) -> StoryLearner:
-    """Of a new cell, or of one that is there, whose contrast is wanted."""
-    settings = config.learn
-    if config.site.block == "middle":
-        raise ValueError("site.block=middle: a cell is learned for one block; site.block=5 does in SmolLM2")
-    site = replace(build.site(config), block=resolve_block(config.site.block, model.n_blocks))
-    start = cell or hidden.from_prompt(
-        model, settings.prompt, "", settings.pairs, site, settings.cover_mass, push=settings.kind != "prefix"
-    )
-    kind = settings.kind if cell is None else "prefix" if cell.push is None else "both"
-    return StoryLearner(
-        model,
-        start,
-        _objective(config),
-        kind=kind,  # type: ignore[arg-type]
-        steps=settings.steps,
-        batch=settings.batch,
-        rate=settings.rate,
-        push_rate=settings.push_rate,
-        seed=config.seed,
-        stories=stories,
-        held_out=stories,
-        mix=config.hidden_story.mix,
-    )
+def _learner(config: Config, model: LanguageModel, stories: Stories, cell: HiddenCell) -> StoryLearner:
+    kind = "prefix" if cell.push is None else "push" if config.learn.kind == "push" else "both"
+    options = {**build.learning(config), "kind": kind, "mix": config.hidden_story.mix}
+    return StoryLearner(model, cell, build.objective(config), stories=stories, held_out=stories, **options)
 
 
 def draw_figures(table: list[dict[str, Any]], ends: int, folder: Path) -> dict[str, Path]:
-    """Bit errors and text agreement over the steps, on the prompts that the cell was learned for."""
+    """Bit errors, u and text agreement over the steps, on the prompts that the cell was learned for."""
     drawn = {}
-    for name, title in (("ber", "bit error rate of the state"), ("text_agreement", "tokens as unsteered")):
+    for name, title in (
+        ("ber", "bit error rate of the state"),
+        ("u", "u towards the written bit"),
+        ("text_agreement", "tokens as unsteered"),
+    ):
         series = {}
-        for arm in ("loop", "cache", "random_v"):
+        for arm in ("loop", "cache", "random_v", "unpushed"):
             rows = [row for row in table if (row["split"], row["arm"]) == ("known", arm)]
             bounds = (
                 ([row["ber_low"] for row in rows], [row["ber_high"] for row in rows]) if name == "ber" else (None,) * 2
@@ -277,7 +224,7 @@ def draw_figures(table: list[dict[str, Any]], ends: int, folder: Path) -> dict[s
             xlabel=f"step (the pulse is over at {ends})",
             ylabel=title,
             title=f"Ordinary text: {title}",
-            reference=0.5 if name == "ber" else None,
+            reference={"ber": 0.5, "u": 0.0}.get(name),
         )
     return drawn
 

@@ -5,7 +5,6 @@ better one, so an interrupted run leaves the best so far, and the same command w
 """
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,64 +13,32 @@ from rich.table import Table
 
 from conf import build
 from conf.schema import Config
-from feedback import cells, figures, hidden, progress
+from feedback import cells, figures
 from feedback.hidden import HiddenCell
-from feedback.learning import Learner, Objective
+from feedback.learning import CELL, STATE, Learner
 from feedback.models import LanguageModel, ModelShape
 from feedback.results import Result
-from feedback.sites import resolve, resolve_block
+from feedback.sites import resolve
 from feedback.tracking import Tracker
 
-STATE, CELL = "learner.safetensors", "cell.safetensors"
 CONTINUES = (STATE, CELL)  # what a resumed run goes on with
 
 
 def check(config: Config, shape: ModelShape) -> None:
     """Refuses settings that cannot work, before the model is loaded."""
-    settings = config.learn
     build.check_shape(config, shape)
-    objective(config)
-    if settings.kind not in ("prefix", "push", "both"):
-        raise ValueError(f"learn.kind={settings.kind!r}: expected prefix, push or both")
-    if not settings.prompt.strip() or not settings.pairs or not all(len(pair) == 2 for pair in settings.pairs):
-        raise ValueError(f"learn.prompt={settings.prompt!r}, learn.pairs={settings.pairs}: expected text, and pairs")
-    counts = ("steps", "batch", "test_every", "test_rows", "patience")
-    if few := [name for name in counts if getattr(settings, name) < 1]:
-        raise ValueError(f"learn.{few[0]}={getattr(settings, few[0])}: expected at least 1")
-    if settings.test_steps < 4 or not 0.2 <= settings.cover_mass <= 0.9:
-        raise ValueError(
-            f"learn.test_steps={settings.test_steps}, learn.cover_mass={settings.cover_mass}: expected at least 4 "
-            "steps, and a mass from 0.2 to 0.9"
-        )
+    build.check_learning(config)
 
 
 def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) -> Result:
     """Learns, tests, and measures what came out of it."""
     settings = config.learn
-    if config.site.block == "middle":
-        raise ValueError("site.block=middle: a cell is learned for one block; site.block=5 does in SmolLM2")
-    site = replace(build.site(config), block=resolve_block(config.site.block, model.n_blocks))
-    push = settings.kind != "prefix"
-    start = hidden.from_prompt(
-        model, settings.prompt, settings.cover, settings.pairs, site, settings.cover_mass, push=push
-    )
-    learner = Learner(
-        model,
-        start,
-        objective(config),
-        kind=settings.kind,  # type: ignore[arg-type]
-        steps=settings.steps,
-        batch=settings.batch,
-        rate=settings.rate,
-        push_rate=settings.push_rate,
-        seed=config.seed,
-    )
-    if (folder / STATE).is_file():
-        learner.restore(folder / STATE)
-    resumed = learner.step
+    start = build.untrained_cell(config, model)
+    learner = Learner(model, start, build.objective(config), **build.learning(config))
     testing = {"rows": settings.test_rows, "steps": settings.test_steps, "sigma": config.noise}
     untrained = learner.test(**testing)
-    table = descend(config, learner, testing, tracker, folder)
+    resumed = learner.resume(folder)
+    table = learner.descend(folder, tracker.log, quiet=config.quiet, **build.stopping(config), **testing)
     assert learner.best is not None
     number, tested, cell = learner.best
     cell.save(folder / CELL)
@@ -91,7 +58,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     }
     record = {
         "cell": str(folder / CELL),
-        "site": {"block": site.block, "at": site.at, "path": resolve(model.module, site).path},
+        "site": {"block": start.site.block, "at": start.site.at, "path": resolve(model.module, start.site).path},
         "noise_model": {
             "sigma": config.noise,
             "unit": "mean length of an embedding row, per coordinate / sqrt(d_model), every soft token of a loop test",
@@ -115,58 +82,6 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         ylabel="",
     )
     return Result(table=table, summary=summary, figures={"learning": path}, record=record)
-
-
-def objective(config: Config) -> Objective:
-    s = config.learn
-    return Objective(
-        level=s.level,
-        sharpness=s.sharpness,
-        weakest=s.weakest,
-        mass_range=s.mass_range,
-        sigma=config.noise,
-        unroll=s.unroll,
-        pushed=s.pushed,
-        threshold=s.threshold,
-        largest=s.largest,
-    )
-
-
-def descend(
-    config: Config, learner: Learner, testing: dict[str, Any], tracker: Tracker, folder: Path
-) -> list[dict[str, Any]]:
-    """The learning curve. Leaves the best cell and the learner's state whenever a loop test was made."""
-    settings, table, written = config.learn, [], 0
-    points = learner.steps(
-        test_every=settings.test_every, margin=settings.margin, patience=settings.patience, **testing
-    )
-    told: dict[str, str] = {}
-    with progress.bar(config.quiet, total=settings.steps, initial=learner.step, unit="step") as bar:
-        try:
-            for point in points:
-                bar.update(1)
-                told["loss"] = f"{point.loss:.3f}"
-                row = {"step": point.step, "loss": point.loss, "kept": None, "text_agreement": None}
-                row |= {"margin": None, "level": None, "works": False}
-                logged = {"learn/loss": point.loss}
-                if point.test is not None:
-                    test = point.test.plain()
-                    row |= {**test, "works": point.test.works(settings.margin)}
-                    logged |= {f"learn/{name}": value for name, value in test.items()}
-                    told |= {"kept": f"{test['kept']:.2f}", "margin": f"{test['margin']:.2f}"}
-                    learner.save(folder / STATE)
-                    if learner.best is not None and learner.best[0] != written:
-                        written = learner.best[0]
-                        learner.best[2].save(folder / CELL)
-                table.append(row)
-                tracker.log(point.step, logged)
-                bar.set_postfix(told)
-        except KeyboardInterrupt:
-            raise RuntimeError(
-                f"stopped at step {learner.step}; the best cell so far is {folder / CELL}. Go on with the same command "
-                f"and resume={folder}"
-            ) from None
-    return table
 
 
 def measured(config: Config, model: LanguageModel, cell: HiddenCell) -> dict[str, Any]:

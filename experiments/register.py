@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
@@ -53,7 +53,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     u_rest, rest, _ = held.settle(settings.settle_steps)
     held_words = ((u_rest.cpu() > 0) == held.all_bits).all(1)
     if not held_words.all():
-        return unheld(held, u_rest.cpu())
+        return Result(*unheld(held, u_rest.cpu()), record=about(config, held, before))
     own = build.cell_carriers(config, held, draw)
     random = carriers.norm_matched_random(own, draw).scaled
     with progress.bar(config.quiet, unit="row-step") as bar:
@@ -84,7 +84,6 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     for number in range(settings.intervals):
         rows = [row for row in own_rows if row["interval"] == number]
         tracker.log(number + 1, {"register/ber": sum(row["wrong"] for row in rows) / (n * len(rows))})
-    site = resolve(model.module, held.site)
     names = [f"{a.strip()}/{b.strip()}" for a, b in held.cell.pairs]
     crosstalk = [[name, *row] for name, row in zip(names, summary["crosstalk"], strict=True)]
     tracker.table("crosstalk", ("pulse on", *names), crosstalk)
@@ -95,20 +94,27 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         columns=names,
         title=f"{n} bits in one soft token: share of pulses after which a bit is wrong",
     )
-    record = {
+    record = about(config, held, before)
+    return Result(table=table, summary=summary, figures={"crosstalk": path}, record=record)
+
+
+def about(config: Config, held: Register, before: list[dict[str, Any]]) -> dict[str, Any]:
+    """Where it was pushed, which cell it is, its noise, and what hung on the model."""
+    site = resolve(held.model.module, held.site)
+    return {
         "site": {"block": site.block, "at": site.at, "path": site.path},
         "cell": {"file": str(config.cell.file), "provenance": dict(held.cell.provenance)},
         "noise_model": {
             "sigma": config.noise,
             "unit": "mean length of an embedding row, per coordinate / sqrt(d_model), every soft token",
         },
-        "audit": {"before": before, "after": audit.plain(audit.snapshot(model.module))},
+        "audit": {"before": before, "after": audit.plain(audit.snapshot(held.model.module))},
     }
-    return Result(table=table, summary=summary, figures={"crosstalk": path}, record=record)
 
 
-def unheld(held: Register, u: Float[Tensor, "word bit"]) -> Result:
-    """Where every word goes unpushed, in a cell that does not hold them all: nothing can be written into that one."""
+def unheld(held: Register, u: Float[Tensor, "word bit"]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Table and summary of where every word goes unpushed, in a cell that does not hold them all: nothing can be
+    written into that one."""
     rests = u > 0
     table = [
         {"word": _bits(word), "rests_as": _bits(rest), "held": bool((word == rest).all())}
@@ -121,10 +127,10 @@ def unheld(held: Register, u: Float[Tensor, "word bit"]) -> Result:
         "words_held": int((rests == held.all_bits).all(1).sum()),
         "bit_kept": (rests == held.all_bits).double().mean(0).tolist(),
     }
-    return Result(table=table, summary=summary, record={"cell": {"provenance": dict(held.cell.provenance)}})
+    return table, summary
 
 
-def _bits(word: Bool[Tensor, " bit"]) -> str:
+def _bits(word: Shaped[Tensor, " bit"]) -> str:
     return "".join(str(int(bit)) for bit in word)
 
 
@@ -208,8 +214,8 @@ def write(
                     "row": row,
                     "interval": number,
                     "pulse_on": "all" if single < 0 else str(single),
-                    "written": "".join(map(str, target.tolist())),
-                    "read": "".join(map(str, bits.tolist())),
+                    "written": _bits(target),
+                    "read": _bits(bits),
                     "wrong": int((bits != target).sum()),
                     "u_smallest": u[number, row].abs().min().item(),
                     "text_agreement": (said == plain).double().mean().item(),

@@ -8,7 +8,7 @@ bits alone. The loss wobbles, so the cell that is kept is the best of a held-out
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from jaxtyping import Float
 from safetensors.torch import load_file, safe_open, save_file
 from torch import Tensor
 
-from feedback import hidden, loop, maps
+from feedback import hidden, loop, maps, progress
 from feedback.cache import Context
 from feedback.hidden import HiddenCell, LoopTest, Words
 from feedback.models import LanguageModel
@@ -28,6 +28,7 @@ from feedback.trajectory import Trajectory
 
 Kind = Literal["prefix", "push", "both"]
 REFRESH = 10  # steps for which the carriers stay as they are
+STATE, CELL = "learner.safetensors", "cell.safetensors"  # what a run that learns leaves in its folder
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,56 @@ class Learner:
             if waited > patience:
                 return
 
+    def descend(
+        self,
+        folder: Path,
+        log: Callable[[int, dict[str, float]], object],
+        *,
+        quiet: bool,
+        margin: float,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Takes the steps that are left, with a bar; returns the learning curve, a row a step. options: of
+        :meth:`steps`.
+
+        Leaves STATE and the best CELL in ``folder`` whenever a loop test was made; ``log`` gets every step's numbers.
+        RuntimeError, with where the best cell is, instead of KeyboardInterrupt.
+        """
+        table, written = [], 0
+        told: dict[str, str] = {}
+        with progress.bar(quiet, total=self.n_steps, initial=self.step, unit="step") as bar:
+            try:
+                for point in self.steps(margin=margin, **options):
+                    bar.update(1)
+                    told["loss"] = f"{point.loss:.3f}"
+                    row = {"step": point.step, "loss": point.loss, "kept": None, "text_agreement": None}
+                    row |= {"margin": None, "level": None, "works": False}
+                    logged = {"learn/loss": point.loss}
+                    if point.test is not None:
+                        test = point.test.plain()
+                        row |= {**test, "works": point.test.works(margin)}
+                        logged |= {f"learn/{name}": value for name, value in test.items()}
+                        told |= {"kept": f"{test['kept']:.2f}", "margin": f"{test['margin']:.2f}"}
+                        self.save(folder / STATE)
+                        if self.best is not None and self.best[0] != written:
+                            written = self.best[0]
+                            self.best[2].save(folder / CELL)
+                    table.append(row)
+                    log(point.step, logged)
+                    bar.set_postfix(told)
+            except KeyboardInterrupt:
+                raise RuntimeError(
+                    f"stopped at step {self.step}; the best cell so far is {folder / CELL}. Go on with the same "
+                    f"command and resume={folder}"
+                ) from None
+        return table
+
+    def resume(self, folder: Path) -> int:
+        """Goes on from the state that :meth:`descend` left in ``folder``, if it did; the step that this is."""
+        if (folder / STATE).is_file():
+            self.restore(folder / STATE)
+        return self.step
+
     def test(self, **testing: Any) -> LoopTest:
         """The loop test of what is learned so far; its starts and noise are no rows of any batch."""
         return self._as_is().on(self.model).loop_test(seed=self.seed + 1, **testing)
@@ -158,7 +209,7 @@ class Learner:
     def _descend(self) -> float:
         model, objective, words, mass = self.model, self.objective, self.words, self.cell.cover_mass
         if self.step % REFRESH == 0:
-            self.carriers = self._contrasts()
+            self.carriers = self.contrasts()
         u, masses = objective.starts(words, mass, self.rows, self.generator)
         pushes = objective.pushes(words, self.rows, self.generator)
         u, pushes = u.to(model.device), pushes.to(model.device)
@@ -207,7 +258,7 @@ class Learner:
         )
 
     @torch.no_grad()
-    def _contrasts(self) -> Float[Tensor, "bit d_model"]:
+    def contrasts(self) -> Float[Tensor, "bit d_model"]:
         """What each bit makes of the site's output now: the directions it is pushed along, at their own length."""
         n = self.words.n_bits
         u = torch.cat([torch.eye(n), -torch.eye(n)]).to(self.model.device)

@@ -9,9 +9,8 @@ PLAIN_SECONDS = 10.0  # between two plain lines
 
 
 class Bar(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar that knows the loop: ``turn`` takes the rows of one step. On no terminal its text is lines."""
+    """A tqdm bar that knows the loop: ``turn`` takes the rows of one step."""
 
-    plain = False
     steps = 0
 
     def turn(self, rows: int) -> None:
@@ -23,26 +22,28 @@ class Bar(tqdm):  # type: ignore[type-arg]
     def stage(self, name: str) -> None:
         """What comes now; its steps are counted from 1."""
         self.steps = 0
-        self.set_description(name, refresh=not self.plain)
+        self.set_description(name)
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
-        if not self.plain:
-            return super().display(msg, pos)
+
+class _Lines(Bar):
+    """The bar's text as lines of their own, for what is no terminal."""
+
+    def set_description(self, desc: str | None = None, refresh: bool | None = False) -> None:
+        super().set_description(desc, refresh)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         text = str(self) if msg is None else msg
         if text:
             print(text, file=sys.stderr, flush=True)
         return True
 
     def moveto(self, n: int) -> None:
-        if not self.plain:
-            super().moveto(n)
+        """There is one bar."""
 
 
 def bar(quiet: bool, *arguments: Any, **options: Any) -> Bar:
     """A bar with tqdm's arguments (``total``, ``unit``, …) on stderr; it leaves nothing behind on a terminal."""
     if sys.stderr.isatty():
         return Bar(*arguments, disable=quiet, leave=False, **options)
-    kind = type("Lines", (Bar,), {"plain": True})
-    often = {"mininterval": PLAIN_SECONDS, "maxinterval": PLAIN_SECONDS, "ascii": True, "delay": PLAIN_SECONDS}
-    made: Bar = kind(*arguments, disable=quiet, leave=False, **often, **options)
-    return made
+    often = {"mininterval": PLAIN_SECONDS, "maxinterval": PLAIN_SECONDS, "delay": PLAIN_SECONDS}
+    return _Lines(*arguments, disable=quiet, leave=False, ascii=True, **often, **options)

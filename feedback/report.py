@@ -21,13 +21,12 @@ import yaml
 
 from feedback import results
 from feedback.results import Cell
+from feedback.tracking import STEP
 
 FIGURE_BYTES = 20_000_000  # figures embedded in one page, all together; the others are named
 TEXTS, TOKENS = 40, 300  # distinct transcripts of a job, and words of each, that are shown
 TRACES = ("result.json", ".hydra", "run.log", "metrics.jsonl", "table.csv")  # any of them makes a folder a run
 FOUND = ("owner", "kind", "path", "name", "defined")  # what an audit tells of something on a model
-STEP = "loop/step"
-
 NO_NUMBER = ("resume", "quiet", "tracking", "objective", "hydra")  # settings that change nothing that is measured
 
 
@@ -88,22 +87,25 @@ def summary_rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     Nothing in it depends on where, when or how fast the jobs ran. A summary name that is already a column's is written
     as `summary.NAME`.
     """
-    settings = _differing([job.overrides for job in jobs])
+    settings = differing([job.overrides for job in jobs])
     taken = {"job", "status", "error", *settings}
     rows = []
     for job in jobs:
         row: dict[str, Any] = {"job": job.number, "status": job.status, "error": job.error}
         row |= {name: job.overrides.get(name) for name in settings}
-        for name, value in _flat(job.part("summary")):
+        for name, value in results.flat(job.part("summary"), lists=True):
             value = job.without_path(value) if isinstance(value, str) else value
             row[f"summary.{name}" if name in taken else name] = value
         rows.append(row)
     return rows
 
 
-def write(folder: Path) -> Path:
-    """Writes `summary.csv` and `report.html` into `folder`; returns the page's path. Raises as `jobs` does."""
-    found = jobs(folder)
+def write(folder: Path, found: Sequence[Job] | None = None) -> Path:
+    """Writes `summary.csv` and `report.html` into `folder`; returns the page's path. Raises as `jobs` does.
+
+    found: its jobs, where they have been read already.
+    """
+    found = jobs(folder) if found is None else found
     rows = summary_rows(found)
     results.write_table(folder / "summary.csv", rows)
     environment = jinja2.Environment(
@@ -147,7 +149,9 @@ def _job(number: int, folder: Path) -> Job:
         status=status if status in ("finished", "failed") else "unfinished",
         result=result,
         overrides=_that_matter(dict(_override(str(word)) for word in words)),
-        config=_that_matter(dict(_flat(config, lists=False))) if isinstance(config, dict) else {},
+        config=_that_matter({name: _whole(one) for name, one in results.flat(config)})
+        if isinstance(config, dict)
+        else {},
         table=read("table.csv", results.read_table, list),
         metrics=read("metrics.jsonl", _lines, list),
         figures=sorted((folder / "figures").glob("*.png")),
@@ -162,6 +166,10 @@ def _yaml(path: Path) -> Any:
 def _override(word: str) -> tuple[str, str]:
     name, _, value = word.partition("=")
     return name.lstrip("+"), value
+
+
+def _whole(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
 def _that_matter(settings: dict[str, Any]) -> dict[str, Any]:
@@ -181,21 +189,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _flat(value: Any, name: str = "", lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Dotted names and the scalars they lead to; without `lists`, a list is one value, as JSON."""
-    parts: Iterable[tuple[Any, Any]]
-    if isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, list) and lists:
-        parts = enumerate(value)
-    else:
-        yield name, json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-        return
-    for key, part in parts:
-        yield from _flat(part, f"{name}.{key}" if name else str(key), lists)
-
-
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names whose values are not the same in all of them, those that one lacks included."""
     names = dict.fromkeys(name for one in settings for name in one)
     return [name for name in names if len({repr(one.get(name)) for one in settings}) > 1]
@@ -205,7 +199,7 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _page(name: str, jobs: Sequence[Job], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    settings = _differing([job.overrides for job in jobs])
+    settings = differing([job.overrides for job in jobs])
     labels = {job.number: _label(job, settings) for job in jobs}
     timed = {job.number: {"seconds": job.result.get("wall_seconds")} for job in jobs}
     rows = [{"job": row["job"], "status": row["status"], **timed[row["job"]], **row} for row in rows]
@@ -221,7 +215,7 @@ def _page(name: str, jobs: Sequence[Job], rows: Sequence[Mapping[str, Any]]) -> 
         _ber_over_steps(jobs, labels),
         _hysteresis(jobs, labels),
     ]
-    differ = _differing([job.config for job in jobs])
+    differ = differing([job.config for job in jobs])
     audits = _audits(jobs)
     return {
         "max_texts": TEXTS,

@@ -15,7 +15,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -68,6 +68,20 @@ def plain(value: Any, where: str = "record") -> Any:
     if hasattr(value, "tolist"):  # a tensor, an array, a numpy scalar
         return plain(value.tolist(), where)
     raise TypeError(f"{where} is a {type(value).__name__}, which a result file cannot hold")
+
+
+def flat(value: Any, name: str = "", lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Dotted names, and the values that they lead to; with `lists`, into lists too, by their places."""
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list) and lists:
+        parts = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, part in parts:
+        yield from flat(part, f"{name}.{key}" if name else str(key), lists)
 
 
 def write_result(folder: Path, record: Mapping[str, Any]) -> Path:

@@ -103,7 +103,7 @@ class StoryLearner(Learner):
     def _descend(self) -> float:
         objective, draw, steps = self.objective, self.generator, self.stories.n_steps
         if self.step % REFRESH == 0:
-            self.carriers = self._contrasts()
+            self.carriers = self.contrasts()
         rows = self.rows
         prompt = torch.randint(len(self.stories.prompts), (rows,), generator=draw)
         sign = 2.0 * torch.randint(2, (rows,), generator=draw) - 1
@@ -176,13 +176,8 @@ class StoryLearner(Learner):
         ids_ = torch.stack([cover, torch.full_like(cover, self.pair[0]), torch.full_like(cover, self.pair[1])], dim=-1)
         return log_p.gather(-1, ids_)
 
-    def contrasts(self) -> Float[Tensor, "one d_model"]:
-        """What a pulse is along: see ``_contrasts``; kept for the loop tests."""
-        self.carriers = self._contrasts()
-        return self.carriers
-
     @torch.no_grad()
-    def _contrasts(self) -> Float[Tensor, "one d_model"]:
+    def contrasts(self) -> Float[Tensor, "one d_model"]:
         """Mean difference at the site between a and b in the soft tokens, over all stories and steps."""
         n = len(self.stories.prompts)
         outputs = []

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, SupportsFloat, TextIO
 from urllib.parse import urlsplit
 
+from feedback import results
+
 MODES = ("offline", "online", "disabled")
 STEP = "loop/step"
 HOSTED = "api.wandb.ai"  # the name under which `wandb login` keeps a key for the hosted service
@@ -113,7 +115,7 @@ class Tracker:
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Sets the run's end results in wandb; `{"ber": {"end": 0.1}}` becomes `ber.end = 0.1`."""
-        flat = dict(_flatten("", values))
+        flat = dict(results.flat(values))
         self._send("the summary", lambda run: run.summary.update(flat))
 
     def _send(self, what: str, send: Callable[[Any], object]) -> None:
@@ -341,11 +343,3 @@ def _plain(where: str, value: object) -> Any:
         f"{where} is a {type(value).__name__}, which wandb would keep as text: pass plain "
         "containers, from Hydra with OmegaConf.to_container(cfg, resolve=True)"
     )
-
-
-def _flatten(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value

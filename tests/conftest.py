@@ -3,13 +3,18 @@
 import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from conf.schema import Config
 from feedback.models import LanguageModel, ModelSpec, load
 
+CONF = str(Path(__file__).parent.parent / "conf")
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
 
 
@@ -35,3 +40,13 @@ def tiny() -> Callable[..., LanguageModel]:
 def smollm2() -> LanguageModel:
     """SmolLM2-135M-Instruct, float32, for tests marked `real`. Shared: leave no hooks."""
     return load(ModelSpec())
+
+
+def composed(*overrides: str) -> Config:
+    """The settings of a command, as its experiment gets them."""
+    import run  # noqa: F401 (registers the schema)
+
+    with initialize_config_dir(CONF, version_base="1.3"):
+        config = OmegaConf.to_object(compose("config", list(overrides)))
+    assert isinstance(config, Config)
+    return config

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from conftest import composed
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
@@ -172,9 +171,7 @@ def test_a_model_as_it_comes_has_nothing_foreign_and_a_used_one_only_what_transf
 
 
 def configured(*overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        overrides = ["experiment=audit", "tracking=disabled", "quiet=true", *overrides]
-        return OmegaConf.to_object(compose("config", overrides))
+    return composed("experiment=audit", "tracking=disabled", "quiet=true", *overrides)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from conftest import composed
 from hydra.errors import MissingConfigException
-from omegaconf import OmegaConf
 
 import run
 from feedback import carriers, cells, logic, maps, models, results
@@ -152,9 +151,7 @@ TINY = ["model=oracle", "cell=ab", "carriers=unembedding", "carriers.a=A", "carr
 
 
 def configured(name, *overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        overrides = [f"experiment={name}", *TINY, "tracking=disabled", "quiet=true", *overrides]
-        return OmegaConf.to_object(compose("config", overrides))
+    return composed(f"experiment={name}", *TINY, "tracking=disabled", "quiet=true", *overrides)
 
 
 def test_hidden_logic_gets_all_sixteen_gates_and_its_controls_what_they_must(tmp_path):

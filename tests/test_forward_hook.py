@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from conftest import composed
 from torch import nn
 from transformers import DynamicCache
 
@@ -563,9 +562,7 @@ def test_the_logit_lens_of_the_last_block_is_what_the_steered_model_says(tiny, f
 
 
 def configured(*overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        overrides = ["experiment=forward_hook", "tracking=disabled", "quiet=true", *overrides]
-        return OmegaConf.to_object(compose("config", overrides))
+    return composed("experiment=forward_hook", "tracking=disabled", "quiet=true", *overrides)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from conftest import composed
 from torch.nn.functional import one_hot
 
 import run
@@ -319,8 +318,7 @@ def test_domination_is_measured_where_both_curves_are():
 
 def configured(name, *overrides):
     tiny_model = ["model=tiny", "site.block=1", "tracking=disabled", "quiet=true"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_object(compose("config", [f"experiment={name}", *tiny_model, *overrides]))
+    return composed(f"experiment={name}", *tiny_model, *overrides)
 
 
 LEARN = [

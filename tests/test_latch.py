@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from conftest import composed
 
 import run
 from conf import build
@@ -140,8 +139,7 @@ TINY = ["model=oracle", "cell=ab", "latch.top=4", "tracking=disabled", "quiet=tr
 
 
 def configured(*overrides, name="latch"):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_object(compose("config", [f"experiment={name}", *TINY, *overrides]))
+    return composed(f"experiment={name}", *TINY, *overrides)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from conftest import composed
 
 import run
 from conf import build
@@ -27,8 +26,7 @@ PROMPTS = (
 
 
 def configured(*overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_object(compose("config", ["experiment=hidden_bits", "quiet=true", *overrides]))
+    return composed("experiment=hidden_bits", "quiet=true", *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +169,7 @@ def test_the_readmes_library_example_runs_and_prints_what_it_says(capsys):
 
 
 def cell_job(tmp_path, name, *overrides):
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        overrides = [f"experiment={name}", "quiet=true", "tracking=disabled", *overrides]
-        config = OmegaConf.to_object(compose("config", overrides))
+    config = composed(f"experiment={name}", "quiet=true", "tracking=disabled", *overrides)
     return run.main(config, tmp_path, None)["summary"]
 
 

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from conftest import composed
 from hydra.errors import ConfigCompositionException, MissingConfigException
-from omegaconf import OmegaConf
 
 import run
 from conf.schema import Config
@@ -21,10 +20,7 @@ TINY = ["model=tiny", "steps=6", "tracking=disabled", "quiet=true", "hidden_bits
 
 
 def configured(*overrides: str) -> Config:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = OmegaConf.to_object(compose("config", ["experiment=hidden_bits", *TINY, *overrides]))
-    assert isinstance(config, Config)
-    return config
+    return composed("experiment=hidden_bits", *TINY, *overrides)
 
 
 @pytest.mark.parametrize(

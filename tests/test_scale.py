@@ -11,14 +11,12 @@ import accelerate
 import pytest
 import torch
 from accelerate import hooks as accelerate_hooks
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from conftest import composed
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from transformers import DynamicCache, LlamaConfig
 
-import run as command
 from experiments import hidden_bits
 from feedback import audit, carriers, contract, loop, maps, models, pretrained, programs, scale
 from feedback.cache import Context, LoopCache, cache_keyword
@@ -442,8 +440,7 @@ def test_the_tracker_counts_what_is_alive_and_forgets_what_is_freed():
 
 
 def test_the_table_of_published_shapes_follows_from_the_run_that_it_is_of():
-    with initialize_config_dir(str(Path(command.__file__).parent / "conf"), version_base="1.3"):
-        config = OmegaConf.to_object(compose("config", ["experiment=hidden_bits"]))
+    config = composed("experiment=hidden_bits")
     rows = hidden_bits.lay_out(config, [2.0], torch.Generator().manual_seed(0))
     arms = [arm for arm in config.hidden_bits.arms.values() if arm.states_of is None]
     assert (len(rows.kind), len(arms)) == (memory.RUN_ROWS, memory.RUN_ARMS)

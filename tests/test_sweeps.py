@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from conftest import composed
 from omegaconf import OmegaConf
 
 import run
@@ -51,10 +51,7 @@ def sweep(*arguments: str, folder: Path, status: int = 0, **options) -> tuple[st
 
 
 def configured(*overrides: str) -> Config:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = OmegaConf.to_object(compose("config", [*QUICK, *overrides]))
-    assert isinstance(config, Config)
-    return config
+    return composed(*QUICK, *overrides)
 
 
 def test_two_folders_of_one_second_differ_and_a_resumed_one_is_itself(tmp_path):

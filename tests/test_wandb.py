@@ -11,13 +11,11 @@ import psutil
 import pytest
 import wandb_stub
 import yaml
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from conftest import composed
 from wandb_stub import KEY, Server, Uploaded
 
 import run
 from conf import build
-from conf.schema import Config
 from feedback import results, tracking
 from scripts import dashboard as dashboard_script
 
@@ -105,13 +103,6 @@ def numbers(run: Uploaded) -> list[dict[str, Any]]:
     lines = [{key: value for key, value in line.items() if key[0] != "_"} for line in run.history]
     plain = [line for line in lines if not any(isinstance(value, dict) for value in line.values())]
     return [{k: None if isinstance(v, str) else v for k, v in line.items()} for line in plain]
-
-
-def configured(*overrides: str) -> Config:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = OmegaConf.to_object(compose("config", list(overrides)))
-    assert isinstance(config, Config)
-    return config
 
 
 # --------------------------------------------------------------------------------------------------------- sweeps
@@ -227,9 +218,9 @@ def test_a_run_that_reads_a_cell_uses_the_artifact_of_the_run_that_made_it(tmp_p
 
 
 def test_what_a_run_reads_is_its_learned_cell_and_its_carriers_file(tmp_path: Path) -> None:
-    assert build.files(configured("experiment=hidden_bits")) == {}
-    assert build.files(configured("experiment=hidden_latch")) == {"cell": ROOT / "conf/cell/hidden.safetensors"}
-    learned = configured("experiment=hidden_bits", "carriers=learned")
+    assert build.files(composed("experiment=hidden_bits")) == {}
+    assert build.files(composed("experiment=hidden_latch")) == {"cell": ROOT / "conf/cell/hidden.safetensors"}
+    learned = composed("experiment=hidden_bits", "carriers=learned")
     assert build.files(learned) == {"carriers": ROOT / "conf/carriers/learned.safetensors"}
 
 
@@ -240,7 +231,7 @@ def test_where_wandb_cannot_write_the_run_warns_and_leaves_its_results(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "wandb").write_text("a file where wandb wants its folder")
-    config = configured("experiment=hidden_bits", *TINY, "tracking=offline")
+    config = composed("experiment=hidden_bits", *TINY, "tracking=offline")
     record = run.main(config, tmp_path, None)
     (warning,) = [one for one in caplog.records if one.name == tracking.__name__]
     assert (
@@ -253,7 +244,7 @@ def test_where_wandb_cannot_write_the_run_warns_and_leaves_its_results(
 
 def test_an_arm_that_does_not_exist_cannot_be_the_headline(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"hidden_bits\.headline='loud'; arms: soft, "):
-        run.main(configured("experiment=hidden_bits", *TINY, "hidden_bits.headline=loud"), tmp_path, None)
+        run.main(composed("experiment=hidden_bits", *TINY, "hidden_bits.headline=loud"), tmp_path, None)
 
 
 # ----------------------------------------------------------------------------------------------------- the dashboard
@@ -355,7 +346,7 @@ def test_every_name_in_the_dashboard_is_one_that_an_experiment_logs(
     monkeypatch.setattr(tracker, "image", lambda self, name, path: logged.add(name))
     monkeypatch.setattr(tracker, "summary", lambda self, values: logged.update(values))
     for name, settings in RUNS.items():
-        config = configured(f"experiment={name}", *settings, "tracking=disabled", "quiet=true")
+        config = composed(f"experiment={name}", *settings, "tracking=disabled", "quiet=true")
         run.main(config, tmp_path / name, None)
     needs_a_cell = {"register/ber", "crosstalk", "figures/crosstalk"}  # of experiment=register, on SmolLM2
     assert asked - logged == needs_a_cell
@@ -373,11 +364,11 @@ def test_truth_tables_and_the_confusion_of_all_gates_are_tables_of_their_own(
 
     monkeypatch.setattr(tracking.Tracker, "table", table)
     settings = ["tracking=disabled", "quiet=true"]
-    run.main(configured("experiment=circuit", *RUNS["circuit"], *settings), tmp_path / "circuit", None)
+    run.main(composed("experiment=circuit", *RUNS["circuit"], *settings), tmp_path / "circuit", None)
     added = {(row["a"], row["b"]): (row["sum expected"], row["carry expected"]) for row in tables["truth_table"]}
     assert added == {(0, 0): (0, 0), (0, 1): (1, 0), (1, 0): (1, 0), (1, 1): (0, 1)}
     assert all((row["host"], row["loop"], row["trials"]) == (1, 1, 2) for row in tables["truth_table"])
-    run.main(configured("experiment=hidden_logic", *RUNS["hidden_logic"], *settings), tmp_path / "logic", None)
+    run.main(composed("experiment=hidden_logic", *RUNS["hidden_logic"], *settings), tmp_path / "logic", None)
     assert len(tables["truth_table"]) == 16 * 4
     assert all(row["accuracy"] == 1 for row in tables["truth_table"])
     # the sixteen gates have a 1 in half of their 64 rows, two trials each
@@ -395,7 +386,7 @@ def test_the_sweep_file_names_settings_that_exist_and_every_combination_is_accep
     parameters = sweep_file()["parameters"]
     for name, given in parameters.items():
         for value in given["values"]:
-            build.check(configured("experiment=hidden_bits", f"{name}={value}"))
+            build.check(composed("experiment=hidden_bits", f"{name}={value}"))
 
 
 @pytest.mark.real
