@@ -248,7 +248,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 @pytest.mark.real
 @pytest.mark.parametrize("launcher", [["joblib", "hydra.launcher.n_jobs=2"], ["submitit_local"]])
 def test_other_launchers_give_the_summary_of_the_basic_one(launcher, tmp_path):
-    jobs = ["alpha=0,1e39,2", "seed=0,1"]
+    jobs = ["alpha=0,1e39,2", "seed=0,1,2,3"]
     sweep(*jobs, "hydra.sweep.dir=basic", folder=tmp_path, status=1)
     sweep(*jobs, "hydra.sweep.dir=other", f"hydra/launcher={launcher[0]}", *launcher[1:], folder=tmp_path, status=1)
     assert (tmp_path / "other" / "summary.csv").read_bytes() == (tmp_path / "basic" / "summary.csv").read_bytes()
@@ -256,7 +256,7 @@ def test_other_launchers_give_the_summary_of_the_basic_one(launcher, tmp_path):
 
 @pytest.mark.real
 def test_a_ray_cluster_of_two_nodes_gives_the_summary_of_the_basic_launcher(tmp_path):
-    jobs = ["alpha=0,1e39,2", "seed=0,1"]
+    jobs = ["alpha=0,1e39,2", "seed=0,1,2,3"]
     ray = str(Path(sys.executable).parent / "ray")
     environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
     sockets = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the path of a socket has to be short
