@@ -1,5 +1,6 @@
 """Compose the config, check it, open the run, call the experiment, print its table, close the run."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -84,9 +85,13 @@ def main(config: Config, folder: Path, group: str | None) -> dict[str, Any]:
 
 
 def fail(folder: Path, config: Config, error: BaseException) -> None:
-    """Leaves the error where the result would have been."""
+    """Leaves the error where the result would have been. A finished result stays, and so does a folder that is not
+    this run's."""
     from feedback import results
 
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        if isinstance(error, sweeps.Taken) or results.read_result(folder)["status"] == "finished":
+            return
     record = {
         "status": "failed",
         "experiment": config.name,
@@ -112,30 +117,37 @@ def job(settings: DictConfig) -> float | None:
     assert isinstance(config, Config)
     logging.captureWarnings(True)
     warnings.filterwarnings("default", category=DeprecationWarning, module="feedback|experiments|conf")
-    sweeps.set_threads(config.threads, hydra_config.launcher)
+    launcher = hydra_config.launcher
+    sweeps.follow(launcher)
     try:
-        with sweeps.stoppable():
-            record = sweeps.finished(folder, config)
-            if record is not None:
-                print(told, "finished before")
-            else:
+        with sweeps.stoppable(), sweeps.alone(folder, None if sweeping else config.resume):
+            before = record = sweeps.finished(folder, config)
+            if record is None:
                 sweeps.clear(folder, config, f"{hydra_config.job.name}.log")
+                sweeps.set_threads(config.threads, launcher)
                 record = main(config, folder, group)
-                if sweeping:
-                    print(told, f"finished in {record['wall_seconds']:.0f} s", flush=True)
     except BaseException as error:
         fail(folder, config, error)
         _forget_model()
-        if not isinstance(error, Exception):
+        by_submitit = isinstance(error, SystemExit) and sweeps.kind(launcher) in ("LocalLauncher", "SlurmLauncher")
+        if not isinstance(error, Exception) and not by_submitit:
             raise  # told to stop: the sweep's other jobs, too
         if sweeping:
-            print(told, f"failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            _tell(told, f"failed: {type(error).__name__}: {error}", file=sys.stderr)
             return float("nan")
         if not isinstance(error, (ValueError, OSError, RuntimeError)) or _debugging():
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    return sweeps.objective(record, config.objective)
+    if sweeping or before:
+        _tell(told, "finished before" if before else f"finished in {record['wall_seconds']:.0f} s")
+    return None if hydra_config.sweeper._target_ == sweeps.BASIC else sweeps.objective(record, config.objective)
+
+
+def _tell(*words: str, file: Any = None) -> None:
+    """Prints, where somebody still reads it."""
+    with contextlib.suppress(BrokenPipeError):
+        print(*words, file=file, flush=True)
 
 
 def _forget_model() -> None:
@@ -149,12 +161,15 @@ def _debugging() -> bool:
 
 
 if __name__ == "__main__":
-    status: Any = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # terminals without Σ
+    status: Any = None
     try:
-        job()
+        with sweeps.stoppable():
+            job()
         status = 0
     except SystemExit as stop:
         status = stop.code
     finally:
-        closed = sweeps.close()
+        closed = sweeps.close(wait=status == 1)
     sys.exit(status or closed)

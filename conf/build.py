@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -59,6 +59,12 @@ def check(config: Config) -> None:
         raise ValueError(f"steps={config.steps}: expected at least 1 turn of the loop")
     if not (math.isfinite(config.noise) and config.noise >= 0):
         raise ValueError(f"noise={config.noise}: expected a finite number, 0 or more")
+    if not 0 <= config.seed < 2**63:
+        raise ValueError(f"seed={config.seed}: expected 0 to 2^63 - 1")
+    if config.threads is not None and config.threads < 1:
+        raise ValueError(f"threads={config.threads}: expected at least 1, or null")
+    if config.carriers.scale not in get_args(Scale):
+        raise ValueError(f"carriers.scale={config.carriers.scale!r}: expected one of {', '.join(get_args(Scale))}")
     if config.max_rows is not None and config.max_rows < 1:
         raise ValueError(f"max_rows={config.max_rows}: expected at least 1, or null")
     empty = [number for number, text in enumerate(config.prompts.texts) if not text.strip()]

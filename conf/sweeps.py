@@ -28,6 +28,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from conf.schema import Config, plain
 
 ATTEMPTS = "attempts"  # what earlier attempts at a job left
+LOCK = ".lock"  # of a sweep's folder and of each of its jobs', for as long as somebody runs it
+LEFT = ("result.json", "metrics.jsonl", "table.csv")  # one of them is in every folder that a run has been in
+LAUNCHER = "FEEDBACK_LAUNCHER"  # its process, told to the workers that it starts on this machine
 BASIC = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 
 
@@ -40,12 +43,17 @@ def folder(kind: str, name: str, resume: str | None) -> str:
 OmegaConf.register_new_resolver("folder", folder, use_cache=True, replace=True)
 
 
+class Taken(ValueError):
+    """The folder holds what this run must leave as it is."""
+
+
 class Sweep(Callback):
     """Before a sweep starts: takes its folder, and composes and checks every job."""
 
     here: Path | None = None  # of the sweep that this process launches
     jobs: int | None = None  # how many, where that is known beforehand
     _lock: FileLock | None = None
+    _follows = False
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """SystemExit where a job cannot run: of anything less Hydra makes a warning."""
@@ -54,10 +62,10 @@ class Sweep(Callback):
             if config.resume is not None and not where.is_dir():
                 raise ValueError(f"resume={config.resume}: there is no such folder; expected that of a sweep")
             where.mkdir(parents=True, exist_ok=True)
-            Sweep._lock = FileLock(where / ".lock")
+            Sweep._lock = FileLock(where / LOCK)
             Sweep._lock.acquire(timeout=0)
             refused = _refusals(config, where)
-            if refused and not any(path.name != ".lock" for path in where.iterdir()):
+            if refused and not any(path.name != LOCK for path in where.iterdir()):
                 shutil.rmtree(where)
         except Timeout:
             refused = [f"another process runs the sweep in {where}"]
@@ -69,6 +77,7 @@ class Sweep(Callback):
         Sweep.here = where
         code = str(Path(__file__).parent.parent)  # what launches is what runs, installed or not
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH")]))
+        os.environ[LAUNCHER] = str(os.getpid())
         quoted = QuotedString(str(where), Quote.single)
         with read_write(config), open_dict(config):  # jobs of another experiment go to the same folder
             config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted.with_quotes()}")
@@ -83,6 +92,8 @@ def _refusals(config: DictConfig, where: Path) -> list[str]:
     parsed = OverridesParser.create(loader).parse_overrides([*given, *config.hydra.overrides.task])
     (jobs,) = BasicSweeper.split_arguments(parsed, None)
     Sweep.jobs = len(jobs)
+    launcher = config.hydra.launcher
+    here = kind(launcher) != "SlurmLauncher" and OmegaConf.select(launcher, "ray.init.address") is None
     lines = []
     for number, overrides in enumerate(jobs):
         try:
@@ -91,27 +102,33 @@ def _refusals(config: DictConfig, where: Path) -> list[str]:
                 del composed["hydra"]
             job = OmegaConf.to_object(composed)
             assert isinstance(job, Config)
-            check(job)
+            check(job, here=here)
             finished(where / str(number), job)
         except Exception as error:
             lines.append(f"job {number} ({' '.join(overrides)}): {error}")
     return lines
 
 
-def check(config: Config) -> Any:
-    """Refuses what cannot run before any model is loaded: ValueError, TrackingError. Returns the experiment."""
+def kind(launcher: DictConfig) -> str:
+    name: str = launcher._target_
+    return name.rpartition(".")[2]
+
+
+def check(config: Config, *, here: bool = True) -> Any:
+    """Refuses what cannot run before any model is loaded: ValueError, TrackingError. Returns the experiment. here: it
+    runs on this machine, so that a device that is missing is a reason, too."""
     from conf import build
     from feedback import models, tracking
 
     experiment = importlib.import_module(f"experiments.{config.name}")
     tracking.check(config.tracking.mode)
     build.check(config)
-    experiment.check(config, models.describe(build.model_spec(config)))
+    experiment.check(config, models.describe(build.model_spec(config), here=here))
     return experiment
 
 
 def finished(where: Path, config: Config) -> dict[str, Any] | None:
-    """The finished record that a resumed run or job finds in its place. ValueError for one of other settings."""
+    """The finished record that a resumed run or job finds in its place. Taken for one of other settings."""
     from feedback import report, results
 
     if config.resume is None:
@@ -126,7 +143,7 @@ def finished(where: Path, config: Config) -> dict[str, Any] | None:
     theirs = record["config"]
     other = [key for key in {**ours, **theirs} if key not in report.NO_NUMBER and ours.get(key) != theirs.get(key)]
     if other:
-        raise ValueError(
+        raise Taken(
             f"{where} holds a finished result with another {', '.join(other)}; resume={config.resume} goes with the "
             "command that was interrupted"
         )
@@ -135,10 +152,17 @@ def finished(where: Path, config: Config) -> dict[str, Any] | None:
 
 def clear(where: Path, config: Config, log: str) -> None:
     """Moves what an earlier attempt left out of the way of this one; but for what its experiment goes on with, if it is
-    resumed."""
+    resumed. Taken where no run has been."""
     experiment = importlib.import_module(f"experiments.{config.name}")
     keep = () if config.resume is None else getattr(experiment, "CONTINUES", ())
-    left = [path for path in where.iterdir() if path.name not in (".hydra", ATTEMPTS, log, *keep)]
+    there = [path for path in where.iterdir() if path.name not in (".hydra", ATTEMPTS, LOCK, log)]
+    if there and not any(path.name in LEFT for path in there):
+        sweep = " It is a sweep's: resume that with -m." if (where / "multirun.yaml").is_file() else ""
+        raise Taken(
+            f"{where} holds {', '.join(sorted(path.name for path in there)[:3])}…, which no run has left: expected a "
+            f"new folder, or one of a run before.{sweep}"
+        )
+    left = [path for path in there if path.name not in keep]
     if left:
         number = 1
         while (where / ATTEMPTS / str(number)).exists():
@@ -148,16 +172,27 @@ def clear(where: Path, config: Config, log: str) -> None:
             shutil.move(path, where / ATTEMPTS / str(number) / path.name)
 
 
+@contextlib.contextmanager
+def alone(where: Path, resume: str | None) -> Iterator[None]:
+    """Holds the folder of one run. Taken while another process does, or where there is no run to resume."""
+    if resume is not None and not any((where / name).exists() for name in LEFT):
+        raise Taken(f"resume={resume}: no run has been there; expected the folder of one")
+    try:
+        with FileLock(where / LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise Taken(f"another process runs in {where}; wait for it, or stop it") from None
+
+
 def set_threads(given: int | None, launcher: DictConfig) -> None:
     """PyTorch's threads in this process: as given, or what the launcher reserves for a job, or a job's share of the
     cores. One where jobs run at once and nothing is known of how many; with the basic launcher as they are."""
     import torch
 
-    kind = launcher._target_.rpartition(".")[2]
-    if given is None and kind == "JoblibLauncher":
+    if given is None and kind(launcher) == "JoblibLauncher":
         cores = len(os.sched_getaffinity(0))
         given = max(1, cores // launcher.n_jobs) if launcher.n_jobs > 0 else 1
-    elif given is None and kind != "BasicLauncher":
+    elif given is None and kind(launcher) != "BasicLauncher":
         reserved = (OmegaConf.select(launcher, name) for name in ("cpus_per_task", "ray.remote.num_cpus"))
         given = int(next((number for number in reserved if number), 1))
     if given is not None:
@@ -181,6 +216,27 @@ def stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def follow(launcher: DictConfig) -> None:
+    """Ends this process, a worker on the launcher's machine, soon after the launcher is gone."""
+    told = os.environ.get(LAUNCHER, str(os.getpid()))
+    if kind(launcher) not in ("JoblibLauncher", "LocalLauncher") or told == str(os.getpid()) or Sweep._follows:
+        return
+
+    launched_by = int(told)
+
+    def watch() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(launched_by, 0)  # asks whether it is there
+                time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)  # the job that runs ends as failed
+        time.sleep(20)
+        os._exit(1)
+
+    Sweep._follows = True
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def objective(record: dict[str, Any], name: str | None) -> float | None:
     """The number of the summary that ``objective`` names, by its dotted name. SystemExit where there is none."""
     from feedback import results
@@ -197,14 +253,18 @@ def objective(record: dict[str, Any], name: str | None) -> float | None:
     return float(value)
 
 
-def close() -> int:
+def close(wait: bool) -> int:
     """Ends the sweep of this process, if it ran one: writes the report, names every job that failed. Returns the exit
-    status."""
+    status. wait: for the jobs that run on after the launcher ended, as submitit's does when one of its jobs is killed.
+    """
     from feedback import report
 
     where = Sweep.here
     if where is None:
         return 0
+    for lock in where.glob(f"[0-9]*/{LOCK}") if wait else ():
+        with FileLock(lock):
+            pass
     try:
         jobs = report.jobs(where)
     except FileNotFoundError:  # not one began

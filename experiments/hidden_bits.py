@@ -47,6 +47,8 @@ def check(config: Config, shape: ModelShape) -> None:
         count = getattr(bits, name)
         if count < 2 or count % 2:
             raise ValueError(f"hidden_bits.{name}={count}: expected an even number, at least 2, so that it can balance")
+    if bits.window < 1:
+        raise ValueError(f"hidden_bits.window={bits.window}: expected at least 1 step")
     if not 1 <= prompts.unseen <= len(prompts.texts) - 2:
         raise ValueError(
             f"prompts.unseen={prompts.unseen} of {len(prompts.texts)} prompts: expected at least 1 unseen and 2 known"

@@ -174,12 +174,15 @@ class LanguageModel:
         return text if isinstance(text, str) else "".join(text)
 
 
-def describe(spec: ModelSpec) -> ModelShape:
+def describe(spec: ModelSpec, *, here: bool = True) -> ModelShape:
     """The sizes of the model that ``load(spec)`` would give, without reading weights.
 
-    Raises as :func:`load` does, for everything that can be known by then.
+    Raises as :func:`load` does, for everything that can be known by then; of devices only where the model is to be
+    loaded ``here``, on this machine.
     """
     _check(spec)
+    if here:
+        _check_device(spec)
     if spec.kind == "smollm2":
         return ModelShape(*smollm2.SHAPE)
     if spec.kind == "oracle":
@@ -187,7 +190,8 @@ def describe(spec: ModelSpec) -> ModelShape:
     if spec.name is None:
         return _shape(_tiny_config(spec))
     config = read_config(spec.name, spec.revision)
-    _check_room(spec, config)
+    if here:
+        _check_room(spec, config)
     return _shape(config)
 
 
@@ -198,6 +202,7 @@ def load(spec: ModelSpec) -> LanguageModel:
     cannot be had, a device that is not there, or a model that breaks the embedding contract.
     """
     _check(spec)
+    _check_device(spec)
     dtype, spread = DTYPES[spec.dtype], spec.device == "auto"
     room = {gpu: int(ROOM * free) for gpu, free in _free_memory().items()} if spread else None
     module: PreTrainedModel
@@ -264,7 +269,7 @@ def checksum(module: nn.Module) -> str:
 
 
 def _check(spec: ModelSpec) -> None:
-    """Refuses what is wrong in ``spec`` itself, or cannot be on this machine."""
+    """Refuses what is wrong in ``spec`` itself."""
     if spec.kind not in KINDS:
         raise ValueError(f"model kind {spec.kind!r} does not exist: expected one of {', '.join(KINDS)}")
     if (spec.kind == "hf") != (spec.name is not None):
@@ -279,12 +284,16 @@ def _check(spec: ModelSpec) -> None:
         raise ValueError(
             f"device {spec.device!r} does not exist: expected one of {', '.join(DEVICES)}, or cuda:1 and so on"
         )
+    if spec.device == "auto" and spec.kind not in ("smollm2", "hf"):
+        raise ValueError(
+            f"device 'auto' spreads weights over GPUs while they are read, and model kind {spec.kind!r} has none "
+            "to read: use device=cpu or device=cuda"
+        )
+
+
+def _check_device(spec: ModelSpec) -> None:
+    """ModelError for a device that is not on this machine."""
     if spec.device == "auto":
-        if spec.kind not in ("smollm2", "hf"):
-            raise ValueError(
-                f"device 'auto' spreads weights over GPUs while they are read, and model kind {spec.kind!r} has none "
-                "to read: use device=cpu or device=cuda"
-            )
         if not torch.cuda.device_count():
             raise ModelError("device auto spreads a model over the GPUs, and there is none here: try device=cpu")
         return

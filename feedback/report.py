@@ -34,7 +34,7 @@ NO_NUMBER = ("resume", "quiet", "tracking", "objective", "hydra")  # settings th
 class Job:
     """One run of a sweep as its folder tells it.
 
-    status: finished, failed or unfinished (no readable result). result: `result.json`, {} without one. overrides: what
+    status: finished, failed or incomplete (no readable result). result: `result.json`, {} without one. overrides: what
     was set on the command line. config: dotted setting → value, lists whole. problems: files that are there and cannot
     be read.
     """
@@ -146,7 +146,7 @@ def _job(number: int, folder: Path) -> Job:
     return Job(
         number=number,
         folder=folder,
-        status=status if status in ("finished", "failed") else "unfinished",
+        status=status if status in ("finished", "failed") else "incomplete",
         result=result,
         overrides=_that_matter(dict(_override(str(word)) for word in words)),
         config=_that_matter({name: _whole(one) for name, one in results.flat(config)})
@@ -224,7 +224,7 @@ def _page(name: str, jobs: Sequence[Job], rows: Sequence[Mapping[str, Any]]) -> 
         "jobs": jobs,
         "labels": labels,
         "counts": {
-            status: sum(job.status == status for job in jobs) for status in ("finished", "failed", "unfinished")
+            status: sum(job.status == status for job in jobs) for status in ("finished", "failed", "incomplete")
         },
         "versions": _variants(jobs, "versions"),
         "models": _variants(jobs, "model"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -96,7 +96,10 @@ class Trajectory:
         plain = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
         meta = json.dumps({"meta": self.meta, "program": self.program.name, "states": states})
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(plain, str(path), {"trajectory": meta})
+        try:
+            save_file(plain, str(path), {"trajectory": meta})
+        except SafetensorError as error:
+            raise OSError(f"cannot write {path}: {error}") from None
 
     @staticmethod
     def load(path: Path) -> "Trajectory":

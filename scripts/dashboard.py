@@ -129,12 +129,14 @@ def logic() -> list[Any]:
 
 
 def hidden_cells() -> list[Any]:
-    """Of experiment=hidden_latch and register."""
+    """Of experiment=hidden_latch, register and hidden_story."""
     import wandb_workspaces.reports.v2 as wr
 
     return [
         scatter("Text agreement against BER", "ber", "text_agreement"),
         over_steps("BER over writes", "register/ber"),
+        over_steps("BER under ordinary text", "loop/ber", "cache/ber", "random_v/ber", range_y=(0, 1)),
+        over_steps("Ordinary text: tokens as unsteered", "loop/same", "cache/same", "random_v/same", range_y=(0, 1)),
         wr.WeavePanelSummaryTable(table_name="crosstalk"),
         wr.MediaBrowser(title="Crosstalk", media_keys=["figures/crosstalk"]),
     ]

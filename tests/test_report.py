@@ -122,7 +122,7 @@ def chart(of: Page, title: str) -> dict[str, Any]:
 def test_a_sweep_has_its_jobs_in_the_order_of_their_numbers_and_says_how_each_ended(sweep: Path) -> None:
     found = report.jobs(sweep)
     assert [(one.number, one.status) for one in found] == [
-        (0, "finished"), (1, "finished"), (2, "failed"), (10, "unfinished")
+        (0, "finished"), (1, "finished"), (2, "failed"), (10, "incomplete")
     ]  # fmt: skip
     assert found[1].overrides == {"alpha": "10", "steps": "3"}
     assert found[1].config == {"alpha": "10", "at.block": 1}
@@ -148,7 +148,7 @@ def test_the_summary_has_a_row_per_job_the_settings_that_differ_and_every_number
         ["0", "finished", "", "0", "0.5", "0.0", "0.5", "1.0", " cat"],
         ["1", "finished", "", "10", "0.125", "10.0", "0.125", "1.0", " cat"],
         ["2", "failed", "ValueError: ./x is no", "-1", "", "", "", "", ""],
-        ["10", "unfinished", "", "2", "", "", "", "", ""],
+        ["10", "incomplete", "", "2", "", "", "", "", ""],
     ]
 
 
@@ -187,9 +187,9 @@ def test_a_file_that_cannot_be_read_costs_its_job_that_file_and_no_other_job_any
     (sweep / "1" / name).write_bytes(junk)
     told = page(sweep)
     found = report.jobs(sweep)
-    assert [one.status for one in found if one.number != 1] == ["finished", "failed", "unfinished"]
+    assert [one.status for one in found if one.number != 1] == ["finished", "failed", "incomplete"]
     if name == "result.json":
-        assert found[1].status == "unfinished" and "result.json cannot be read" in str(found[1].error)
+        assert found[1].status == "incomplete" and "result.json cannot be read" in str(found[1].error)
         assert "result.json cannot be read" in told.text
 
 
@@ -220,7 +220,7 @@ def test_a_result_of_another_shape_is_reported_as_far_as_it_goes(tmp_path: Path,
 def test_the_page_says_how_the_jobs_ended_on_which_model_and_why_one_failed(sweep: Path) -> None:
     told = page(sweep)
     assert "hidden_bits: 4 jobs" in told.text
-    for words in ("2 finished", "1 failed", "1 unfinished", "checksum ab12", "torch", "ValueError: ./x is no"):
+    for words in ("2 finished", "1 failed", "1 incomplete", "checksum ab12", "torch", "ValueError: ./x is no"):
         assert words in told.text
     assert "Traceback …" in told.text
 
@@ -515,7 +515,7 @@ def test_the_filter_leaves_rows_and_their_curves(browser: Any, sweep: Path) -> N
     assert texts(browser, "#job-table tbody th") == ["1", "10"]
     click(browser, "#filter-column option", 5)  # any, job, status, seconds, error, alpha
     assert texts(browser, "#job-table tbody th") == ["1"]
-    assert texts(browser, "#left") == ["1 of 4 jobs, here and in the curves"]
+    assert texts(browser, "#left") == ["1 of 4 jobs, here and in the curves over steps"]
     lines = browser.execute_script(
         "return document.querySelectorAll('.chart')[1].querySelectorAll('.plot .line').length"
     )

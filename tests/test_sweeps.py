@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import composed
 from omegaconf import OmegaConf
 
@@ -90,6 +91,60 @@ def test_a_resumed_learner_keeps_its_state_and_a_new_one_does_not(tmp_path):
         (tmp_path / "metrics.jsonl").write_text("x")
         sweeps.clear(tmp_path, configured("experiment=learn_cell", *options), "run.log")
         assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_a_folder_in_which_no_run_has_been_is_left_as_it_is(tmp_path):
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(sweeps.Taken, match=r"holds thesis\.txt…, which no run has left"):
+        sweeps.clear(tmp_path, configured(), "run.log")
+    (tmp_path / "multirun.yaml").write_text("")
+    with pytest.raises(sweeps.Taken, match="resume that with -m"):
+        sweeps.clear(tmp_path, configured(f"resume={tmp_path}"), "run.log")
+    with pytest.raises(sweeps.Taken, match=r"resume=x: no run has been there"), sweeps.alone(tmp_path, "x"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["multirun.yaml", "thesis.txt"]
+
+
+def test_a_run_has_its_folder_alone(tmp_path):
+    there = pytest.raises(sweeps.Taken, match="another process runs in")
+    with sweeps.alone(tmp_path, None), there, sweeps.alone(tmp_path, None):
+        pass
+    with sweeps.alone(tmp_path, None):
+        pass
+
+
+def test_no_later_error_takes_the_place_of_a_finished_result(tmp_path):
+    finished = {"status": "finished", "summary": {}, "config": {}}
+    for error in (SystemExit(143), sweeps.Taken("x")):
+        results.write_result(tmp_path, finished)
+        run.fail(tmp_path, configured(), error)
+        assert results.read_result(tmp_path)["status"] == "finished"
+    (tmp_path / "result.json").unlink()
+    run.fail(tmp_path, configured(), sweeps.Taken("x"))
+    assert not (tmp_path / "result.json").exists()
+    run.fail(tmp_path, configured(), ValueError("x"))
+    assert results.read_result(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("threads=0", "threads=0: expected at least 1"),
+        ("carriers.scale=unti", "carriers.scale='unti': expected one of unit, residual, raw"),
+        ("hidden_bits.window=0", "hidden_bits.window=0"),
+        ("seed=99999999999999999999", "seed=99999999999999999999: expected 0 to"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_before_a_model_is_loaded(override, message):
+    with pytest.raises(ValueError, match=message):
+        sweeps.check(configured(override))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_job_for_another_machine_may_name_a_device_that_is_not_here():
+    with pytest.raises(ValueError, match="cuda is not to be had here"):
+        sweeps.check(configured("device=cuda"))
+    sweeps.check(configured("device=cuda"), here=False)
 
 
 @pytest.mark.parametrize(
