@@ -306,12 +306,17 @@ COVERT = [
     *("covert.pairs=[[a,b],[c,d]]", "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]"),
     *("model=tiny", "steps=4", "hidden_bits.read_behind=[1]", "site.block=1"),
 ]
+STORY = [
+    *("cell.file=null", "learn.cover=''", "hidden_story.known=2", "hidden_story.unseen=1", "hidden_story.rows=2"),
+    *("steps=6", "prompts.texts=['abc a','bca','ca b']"),
+]
 RUNS = {
     "hidden_bits": TINY,
     "latch": ORACLE,
     "hidden_logic": [*GATES, "logic.trials=2", "logic.control_trials=1"],
     "circuit": [*GATES, "circuit=half_adder", "logic.trials=2"],
     "learn_cell": LEARN,
+    "hidden_story": [*LEARN, *STORY],
     "learned_carriers": COVERT,
     "forward_hook": ["model=tiny", "carriers=random_orthonormal", "alpha=2", "steps=4"],
     "audit": ["model=tiny", "steps=2"],
