@@ -121,33 +121,30 @@ def job(settings: DictConfig) -> float | None:
     sweeps.follow(launcher)
     try:
         with sweeps.stoppable(), sweeps.alone(folder, None if sweeping else config.resume):
-            before = record = sweeps.finished(folder, config)
-            if record is None:
-                sweeps.clear(folder, config, f"{hydra_config.job.name}.log")
-                sweeps.set_threads(config.threads, launcher)
-                record = main(config, folder, group)
+            try:
+                before = record = sweeps.finished(folder, config)
+                if record is None:
+                    sweeps.clear(folder, config, f"{hydra_config.job.name}.log")
+                    sweeps.set_threads(config.threads, launcher)
+                    record = main(config, folder, group)
+            except BaseException as error:
+                fail(folder, config, error)  # while the folder is still this run's
+                raise
     except BaseException as error:
-        fail(folder, config, error)
         _forget_model()
         by_submitit = isinstance(error, SystemExit) and sweeps.kind(launcher) in ("LocalLauncher", "SlurmLauncher")
         if not isinstance(error, Exception) and not by_submitit:
             raise  # told to stop: the sweep's other jobs, too
         if sweeping:
-            _tell(told, f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+            sweeps.tell(told, f"failed: {type(error).__name__}: {error}", file=sys.stderr)
             return float("nan")
         if not isinstance(error, (ValueError, OSError, RuntimeError)) or _debugging():
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     if sweeping or before:
-        _tell(told, "finished before" if before else f"finished in {record['wall_seconds']:.0f} s")
+        sweeps.tell(told, "finished before" if before else f"finished in {record['wall_seconds']:.0f} s")
     return None if hydra_config.sweeper._target_ == sweeps.BASIC else sweeps.objective(record, config.objective)
-
-
-def _tell(*words: str, file: Any = None) -> None:
-    """Prints, where somebody still reads it."""
-    with contextlib.suppress(BrokenPipeError):
-        print(*words, file=file, flush=True)
 
 
 def _forget_model() -> None:

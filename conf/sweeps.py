@@ -4,6 +4,7 @@ Hydra's launchers run the jobs, in this process or in others; what they share is
 """
 
 import contextlib
+import functools
 import importlib
 import os
 import secrets
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -53,7 +54,6 @@ class Sweep(Callback):
     here: Path | None = None  # of the sweep that this process launches
     jobs: int | None = None  # how many, where that is known beforehand
     _lock: FileLock | None = None
-    _follows = False
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """SystemExit where a job cannot run: of anything less Hydra makes a warning."""
@@ -218,23 +218,29 @@ def stoppable() -> Iterator[None]:
 
 def follow(launcher: DictConfig) -> None:
     """Ends this process, a worker on the launcher's machine, soon after the launcher is gone."""
-    told = os.environ.get(LAUNCHER, str(os.getpid()))
-    if kind(launcher) not in ("JoblibLauncher", "LocalLauncher") or told == str(os.getpid()) or Sweep._follows:
-        return
+    launched_by = int(os.environ.get(LAUNCHER, os.getpid()))
+    if kind(launcher) in ("JoblibLauncher", "LocalLauncher") and launched_by != os.getpid():
+        _end_with(launched_by)
 
-    launched_by = int(told)
 
+@functools.cache  # a worker runs many jobs
+def _end_with(process: int) -> None:
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
             while True:
-                os.kill(launched_by, 0)  # asks whether it is there
+                os.kill(process, 0)  # asks whether it is there
                 time.sleep(1)
         os.kill(os.getpid(), signal.SIGTERM)  # the job that runs ends as failed
         time.sleep(20)
         os._exit(1)
 
-    Sweep._follows = True
     threading.Thread(target=watch, daemon=True).start()
+
+
+def tell(*words: object, file: TextIO | None = None) -> None:
+    """Prints, where somebody still reads it."""
+    with contextlib.suppress(BrokenPipeError):
+        print(*words, file=file, flush=True)
 
 
 def objective(record: dict[str, Any], name: str | None) -> float | None:
@@ -273,15 +279,15 @@ def close(wait: bool) -> int:
     for job in jobs:
         if job.status == "failed":
             own = " ".join(f"{name}={job.overrides[name]}" for name in settings if name in job.overrides)
-            print(f"job {job.number} ({own}) failed: {job.error}", file=sys.stderr)
+            tell(f"job {job.number} ({own}) failed: {job.error}", file=sys.stderr)
     done = sum(job.status == "finished" for job in jobs)
     count = max(Sweep.jobs or 0, len(jobs))
     try:
         page = report.write(where, jobs)
     except OSError as error:
-        print(f"error: cannot write the report: {error}", file=sys.stderr)
+        tell(f"error: cannot write the report: {error}", file=sys.stderr)
         return 1
-    print(f"{done} of {count} jobs finished: {page}")
+    tell(f"{done} of {count} jobs finished: {page}")
     if done < count:
-        print(f"for the others, the same command with resume={where}", file=sys.stderr)
+        tell(f"for the others, the same command with resume={where}", file=sys.stderr)
     return int(done < count)

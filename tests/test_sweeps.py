@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import composed
+from filelock import FileLock
 from omegaconf import OmegaConf
 
 import run
@@ -257,6 +258,21 @@ def test_a_sweep_that_is_told_to_stop_ends_its_job_as_failed_and_can_be_resumed(
     status = [results.read_result(path.parent)["status"] for path in sorted((tmp_path / "s").glob("*/result.json"))]
     assert status.count("failed") <= 1 and status[0] == "finished" and len(status) < 20
     assert f"resume={tmp_path / 's'}" in err
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("launcher", [["joblib", "hydra.launcher.n_jobs=2"], ["submitit_local"]])
+def test_no_worker_outlives_a_launcher_that_is_killed(launcher, tmp_path):
+    long = ["alpha=0,1", "steps=200", "prompts.texts=[" + ",".join(f"ab{n}" for n in range(40)) + "]", "max_rows=1"]
+    process = command(*long, "hydra.sweep.dir=s", f"hydra/launcher={launcher[0]}", *launcher[1:], folder=tmp_path)
+    for number in "01":
+        wait_for(tmp_path / "s" / number / "metrics.jsonl", process)
+    process.kill()
+    process.wait()  # until then its number stays taken
+    for number in "01":
+        with FileLock(tmp_path / "s" / number / sweeps.LOCK, timeout=60):  # free once its worker is gone
+            assert "143" in results.read_result(tmp_path / "s" / number)["error"]
+    process.communicate(timeout=60)  # ends when the last worker closes the output that it inherited
 
 
 @pytest.mark.real
