@@ -312,7 +312,7 @@ def matrix(
         axes.set_yticks(range(len(rows)), [_phrase(name) for name in rows], parse_math=False)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        _title(axes, textwrap.fill(title, 30 + 12 * len(columns)))
+        _title(axes, title, width=20 + 12 * len(columns))
         return _write(figure, path)
 
 
@@ -443,8 +443,8 @@ def _write(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _title(axes: Axes, title: str, note: str = "") -> None:
-    axes.set_title(textwrap.fill(_phrase(title), 78), parse_math=False, pad=22 if note else 8)
+def _title(axes: Axes, title: str, note: str = "", width: int = 78) -> None:
+    axes.set_title(textwrap.fill(_phrase(title), width), parse_math=False, pad=22 if note else 8)
     axes.text(0, 1.03, note, transform=axes.transAxes, color=FAINT, size=9, parse_math=False)
 
 
