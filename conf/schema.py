@@ -188,7 +188,7 @@ class CovertConfig:
     rows: int = 12  # messages in a step of learning
     rate: float = 0.1  # by how much of its length a carrier turns in a step at the beginning
     fit_messages: int = 8  # per known prompt, for the readers
-    test_messages: int = 8  # held-out, per prompt
+    test_messages: int = 4  # held-out, per prompt; apart from the fitted ones and their complements
     pairs: list[list[str]] = field(  # of the contrast carriers
         default_factory=lambda: [[" cat", " dog"], [" red", " blue"], [" hot", " cold"], [" up", " down"]]
     )

@@ -7,13 +7,14 @@ fitted on. All kinds share messages, prompts and noise.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
@@ -41,11 +42,17 @@ def check(config: Config, shape: ModelShape) -> None:
         raise ValueError(f"covert.{few[0]}={getattr(settings, few[0])}: expected at least 1")
     if settings.fit_messages % 2 or settings.test_messages % 2:
         raise ValueError("covert.fit_messages and covert.test_messages: expected even numbers, which can balance")
-    if config.steps <= settings.length or not 0 <= settings.mix <= 1 or settings.rows < 4:
+    if config.steps <= settings.length or not 0 <= settings.mix <= 1:
         raise ValueError(
-            f"steps={config.steps}, covert.length={settings.length}, covert.mix={settings.mix}, covert.rows="
-            f"{settings.rows}: expected steps behind the push, a mix in [0, 1], and at least 4 rows"
+            f"steps={config.steps}, covert.length={settings.length}, covert.mix={settings.mix}: expected steps behind "
+            "the push, and a mix in [0, 1]"
         )
+    if settings.rows < max(4, settings.n_bits + 1) or min(settings.alpha, settings.rate, *build.alphas(config)) <= 0:
+        raise ValueError(
+            f"covert.rows={settings.rows}, covert.alpha={settings.alpha}, covert.rate={settings.rate}, alpha="
+            f"{config.alpha}: expected more rows than covert.n_bits={settings.n_bits}, at least 4, and positive numbers"
+        )
+    messages(config)
     if config.carriers.kind != "random_orthonormal" or len(settings.pairs) < settings.n_bits:
         raise ValueError(
             f"carriers={config.carriers.kind}, {len(settings.pairs)} covert.pairs: learning starts from "
@@ -163,12 +170,27 @@ def contrasts(config: Config, model: LanguageModel) -> Carriers:
     return Carriers.concatenate(parts).orthonormalised()
 
 
+def messages(config: Config) -> tuple[Int[Tensor, "message bit"], Int[Tensor, "message bit"]]:
+    """Messages to fit a reader on, and held-out ones that are neither among them nor the complement of one. ValueError
+    where there are no such, or none to fit on that span every bit."""
+    settings, draw = config.covert, torch.Generator().manual_seed(config.seed + 1)
+    for _ in range(50):
+        fit = programs.balanced_messages(settings.fit_messages, settings.n_bits, draw)
+        if torch.linalg.matrix_rank(2.0 * fit - 1) == settings.n_bits:
+            with suppress(ValueError):
+                return fit, programs.balanced_messages(settings.test_messages, settings.n_bits, draw, apart_from=fit)
+    raise ValueError(
+        f"covert.fit_messages={settings.fit_messages}, covert.test_messages={settings.test_messages}: found none that "
+        f"tell {settings.n_bits} bits apart and leave others to ask about; more messages to fit on than bits, and "
+        "fewer than there are words"
+    )
+
+
 def measure(config: Config, told: Channel, own: Carriers, alpha: float) -> list[dict[str, Any]]:
-    """One strength of one kind: a reader fitted on some messages of the known prompts, for each split."""
-    settings, n = config.covert, len(told.prompts)
-    draw = torch.Generator().manual_seed(config.seed + 1)
-    fit = programs.balanced_messages(settings.fit_messages, settings.n_bits, draw)
-    asked = programs.balanced_messages(settings.test_messages, settings.n_bits, draw)
+    """One strength of one kind: a reader fitted on some messages of the known prompts; what is read and what leaks in
+    the rows of each split. Intervals over prompts."""
+    n, draw = len(told.prompts), torch.Generator().manual_seed(config.seed + 1)
+    fit, asked = messages(config)
     words = torch.cat([fit, asked]).repeat(n, 1)
     prompt = torch.arange(n).repeat_interleave(len(fit) + len(asked))
     fitted = (torch.arange(len(words)) % (len(fit) + len(asked)) < len(fit)) & (prompt < n - config.prompts.unseen)
@@ -183,22 +205,23 @@ def measure(config: Config, told: Channel, own: Carriers, alpha: float) -> list[
         wrong = reader.read(features[asks]) != words[asks].bool()
         ends = metrics.ber_interval(wrong, prompt[asks], draw)
         ber = wrong.double().mean()
-        leak = metrics.mean_interval(seen.nats.double().cpu(), draw)
+        nats = seen.nats[asks].double().cpu()
+        leak = metrics.mean_interval(nats.view(len(prompt[asks].unique()), -1).mean(1), draw)
         rows.append(
             {
                 "split": split,
                 "ber": ber.item(),
                 "ber_low": ends.low.item(),
                 "ber_high": ends.high.item(),
-                "bits_read": bits_read(ber, settings.n_bits),
-                "bits_low": bits_read(ends.high.clamp(max=0.5), settings.n_bits),
-                "bits_high": bits_read(ends.low.clamp(max=0.5), settings.n_bits),
+                "bits_read": bits_read(ber, own.n_carriers),
+                "bits_low": bits_read(ends.high.clamp(max=0.5), own.n_carriers),
+                "bits_high": bits_read(ends.low.clamp(max=0.5), own.n_carriers),
                 "reads": wrong.numel(),
-                "nats": seen.nats.mean().item(),
+                "nats": nats.mean().item(),
                 "nats_low": leak.low.item(),
                 "nats_high": leak.high.item(),
-                "text_bound": (metrics.pinsker(seen.nats.mean()) / 2).item(),
-                "argmax_agreement": seen.same.double().mean().item(),
+                "text_bound": (metrics.pinsker(nats.mean()) / 2).item(),
+                "argmax_agreement": seen.same[:, asks].double().mean().item(),
             }
         )
     return rows
@@ -244,33 +267,51 @@ def dominates(table: list[dict[str, Any]], split: str, other: str) -> dict[str, 
 
 
 def show(result: Result) -> Table:
-    """The printed table: held-out messages, a line per kind and strength."""
+    """The printed table: a line per kind and strength, held-out messages beside unseen prompts."""
     s = result.summary
-    half = {kind: s["messages"][f"nats_for_half_{kind}"] for kind in ("learned", "random", "contrast")}
-    told = ", ".join(f"{kind} {'–' if nats is None else f'{nats:.1e}'}" for kind, nats in half.items())
-    share = s["messages"]["dominates_random"]["share"]
+    told = []
+    for split, name in zip(SPLITS, ("known prompts", "unseen prompts"), strict=True):
+        half = {kind: s[split][f"nats_for_half_{kind}"] for kind in ("learned", "random", "contrast")}
+        listed = ", ".join(f"{kind} {_or_dash(nats, '.1e')}" for kind, nats in half.items())
+        told.append(f"{name}: {listed}")
+    over = [_or_dash(s[split]["dominates_random"]["share"], ".0%") for split in SPLITS]
+    more = [_or_dash(s[split]["dominates_random"]["more_bits"], ".2f") for split in SPLITS]
     table = Table(
-        title=f"{s['n_bits']} bits: nats leaked when half of them are read: {told}",
-        caption=f"learned reads at least as many bits as random at {'–' if share is None else f'{share:.0%}'} of the "
-        "nats that both cover; 95 % intervals; bound: how much better than guessing any monitor of the text can be",
+        title=f"{s['n_bits']} bits: nats leaked when half of them are read; {'; '.join(told)}",
+        caption=f"where both curves are, learned reads at least as many bits as random at {over[0]} of the nats "
+        f"({over[1]} on unseen prompts), {more[0]} ({more[1]}) more on average; 95 % intervals over prompts; bound: "
+        "how much better than guessing any monitor of the text can be",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for column in ("carriers", "α", "nats", "bit error rate", "bits read", "unseen prompts", "bound", "same argmax"):
+    for column in ("carriers", "α", "nats", "bit error rate", "bits read", "bound", "same argmax"):
         table.add_column(column, justify="left" if column == "carriers" else "right")
+    for column in ("unseen: nats", "bit error rate", "bits read"):
+        table.add_column(column, justify="right")
     unseen = {(r["carriers"], r["alpha"]): r for r in result.table if r["split"] == "prompts"}
     for row in result.table:
         if row["split"] == "messages":
+            other = unseen[row["carriers"], row["alpha"]]
             table.add_row(
                 row["carriers"],
                 f"{row['alpha']:g}",
                 f"{row['nats']:.1e}",
-                f"{row['ber']:.3f} [{row['ber_low']:.2f}, {row['ber_high']:.2f}]",
+                _errors(row),
                 f"{row['bits_read']:.2f}",
-                f"{unseen[row['carriers'], row['alpha']]['ber']:.3f}",
                 f"{row['text_bound']:.3f}",
                 f"{row['argmax_agreement']:.3f}",
+                f"{other['nats']:.1e}",
+                _errors(other),
+                f"{other['bits_read']:.2f}",
             )
     return table
+
+
+def _errors(row: dict[str, Any]) -> str:
+    return f"{row['ber']:.3f} [{row['ber_low']:.2f}, {row['ber_high']:.2f}]"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -360,10 +360,7 @@ def test_an_interrupt_keeps_the_best_cell_and_says_how_to_go_on(tmp_path, monkey
 
 
 def test_learned_carriers_measures_every_kind_at_every_strength(tmp_path):
-    quick = ["covert.n_bits=2", "covert.learn_steps=3", "covert.rows=4", "covert.fit_messages=4", "steps=4",
-             "covert.test_messages=4", "covert.pairs=[[a,b],[c,d]]", "hidden_bits.read_behind=[1]",
-             "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]"]  # fmt: skip
-    record = run.main(configured("learned_carriers", *quick), tmp_path, None)
+    record = run.main(configured("learned_carriers", *COVERT), tmp_path, None)
     table = results.read_table(tmp_path / "table.csv")
     assert {(row["carriers"], row["alpha"], row["split"]) for row in table} == {
         (kind, alpha, split)
@@ -371,10 +368,42 @@ def test_learned_carriers_measures_every_kind_at_every_strength(tmp_path):
         for alpha in (1, 4)
         for split in ("messages", "prompts")
     }
-    assert all(0 <= row["bits_low"] <= row["bits_read"] <= row["bits_high"] <= 2 for row in table)
+    assert all(0 <= row["bits_low"] <= row["bits_read"] <= row["bits_high"] <= 3 for row in table)
     assert record["summary"]["messages"].keys() == record["summary"]["prompts"].keys()
     model = models.load(models.ModelSpec(kind="tiny"))
-    assert carriers.from_file(tmp_path / "carriers.safetensors", model, Site(1)).n_carriers == 2
+    assert carriers.from_file(tmp_path / "carriers.safetensors", model, Site(1)).n_carriers == 3
+
+
+COVERT = [
+    "covert.n_bits=3", "covert.learn_steps=3", "covert.rows=4", "covert.fit_messages=6", "steps=4",
+    "covert.test_messages=2", "covert.pairs=[[a,b],[c,d],[e,f]]", "hidden_bits.read_behind=[1]",
+    "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]",
+]  # fmt: skip
+
+
+def test_leaks_are_those_of_the_rows_that_are_read_and_held_out_messages_are_no_fitted_ones(tmp_path, monkeypatch):
+    """Nats are 1 in rows of the known prompts, where tokens are the same, and 3 in rows of the unseen one."""
+    config = configured("learned_carriers", *COVERT)
+    fit, asked = learned_carriers.messages(config)
+    both = torch.cat([asked, 1 - asked])
+    assert len(fit) == 6 and len(asked) == 2 and not (fit[:, None] == both).all(-1).any()
+    assert torch.linalg.matrix_rank(2.0 * fit - 1) == 3
+    assert (2 * fit.sum(0) == 6).all() and (2 * asked.sum(0) == 2).all()
+    model = models.load(models.ModelSpec(kind="tiny"))
+
+    def seen(self, pushes, vectors, prompt, seed):
+        features = torch.randn(2, len(prompt), 5, generator=torch.Generator().manual_seed(0))
+        known = prompt < 2
+        return covert.Seen(features, torch.where(known, 1.0, 3.0), known.expand(4, -1))
+
+    monkeypatch.setattr(covert.Channel, "run", seen)
+    own = carriers.random_orthonormal(3, model.d_model, torch.Generator().manual_seed(0))
+    known, unseen = learned_carriers.measure(config, channel(model), own, 1.0)
+    assert (known["nats"], known["nats_low"], known["nats_high"]) == (1, 1, 1)
+    assert (unseen["nats"], unseen["text_bound"]) == (3, 0.5)
+    assert known["text_bound"] == pytest.approx(0.5**0.5 / 2)
+    assert (known["argmax_agreement"], unseen["argmax_agreement"]) == (1, 0)
+    assert (known["reads"], unseen["reads"]) == (2 * 2 * 3, 8 * 3)
 
 
 @pytest.mark.parametrize(
@@ -395,6 +424,11 @@ def test_learned_carriers_measures_every_kind_at_every_strength(tmp_path):
         ("learned_carriers", "carriers=unembedding", "learning starts from carriers=random_orthonormal"),
         ("learned_carriers", "covert.fit_messages=3", "even numbers"),
         ("learned_carriers", "covert.length=6", "steps behind the push"),
+        ("learned_carriers", "covert.rows=4", "more rows than covert.n_bits=4"),
+        ("learned_carriers", "covert.alpha=-1", "positive numbers"),
+        ("learned_carriers", "alpha=[0,1]", "positive numbers"),
+        ("learned_carriers", "covert.fit_messages=4", "found none that tell 4 bits apart"),
+        ("learned_carriers", "covert.test_messages=32", "found none that tell 4 bits apart"),
         ("learned_carriers", "prompts.unseen=15", "two have to be left"),
     ],
 )
