@@ -134,6 +134,8 @@ def job(settings: DictConfig) -> float | None:
         _forget_model()
         by_submitit = isinstance(error, SystemExit) and sweeps.kind(launcher) in ("LocalLauncher", "SlurmLauncher")
         if not isinstance(error, Exception) and not by_submitit:
+            if not sweeping and any((folder / name).exists() for name in sweeps.continues(config)):
+                sweeps.tell(f"stopped; the same command with resume={folder} goes on from there", file=sys.stderr)
             raise  # told to stop: the sweep's other jobs, too
         if sweeping:
             sweeps.tell(told, f"failed: {type(error).__name__}: {error}", file=sys.stderr)
@@ -167,6 +169,11 @@ if __name__ == "__main__":
         status = 0
     except SystemExit as stop:
         status = stop.code
+    except KeyboardInterrupt:
+        if _debugging():
+            raise
+        print("interrupted", file=sys.stderr)
+        status = 130  # as shells have it
     finally:
         closed = sweeps.close(wait=status == 1)
     sys.exit(status or closed)

@@ -116,6 +116,12 @@ def site(config: Config) -> Site:
     return Site(block=config.site.block, at=config.site.at, path=config.site.path)
 
 
+def numbered_site(config: Config, n_blocks: int) -> Site:
+    """The site with its block's number, as a learned cell names it."""
+    at = site(config)
+    return at if at.path is not None else replace(at, block=resolve_block(at.block, n_blocks))
+
+
 def read_sites(config: Config, model: LanguageModel) -> list[Site]:
     """The blocks behind the push whose outputs readers see, as far as the model has them."""
     at = resolve(model.module, site(config)).block
@@ -220,8 +226,6 @@ def latch(config: Config, model: LanguageModel, generator: torch.Generator) -> L
     """The cell, a learned one or a token pair in its prompt, pushed along the one carrier at the site."""
     if config.cell.file is not None:
         held = register(config, model)
-        if held.n_bits != 1:
-            raise ValueError(f"cell.file={config.cell.file} holds {held.n_bits} bits: experiment=register measures it")
         return held.latch(0, cell_carriers(config, held, generator).scaled[0])
     return Latch(
         model=model,
@@ -235,11 +239,8 @@ def latch(config: Config, model: LanguageModel, generator: torch.Generator) -> L
 
 
 def untrained_cell(config: Config, model: LanguageModel) -> HiddenCell:
-    """What learning a cell begins with. ValueError for the middle block, which is another one in another model."""
-    settings = config.learn
-    if config.site.block == "middle":
-        raise ValueError("site.block=middle: a cell is learned for one block; site.block=5 does in SmolLM2")
-    at = replace(site(config), block=resolve_block(config.site.block, model.n_blocks))
+    """What learning a cell begins with."""
+    settings, at = config.learn, numbered_site(config, model.n_blocks)
     pushed = settings.kind != "prefix"
     return hidden.from_prompt(
         model, settings.prompt, settings.cover, settings.pairs, at, settings.cover_mass, push=pushed
@@ -252,20 +253,17 @@ def objective(config: Config) -> Objective:
     return Objective(sigma=config.noise, **{name: getattr(config.learn, name) for name in names})
 
 
-def learning(config: Config) -> dict[str, Any]:
-    """How a cell is learned: a Learner's options."""
-    names = ("kind", "steps", "batch", "rate", "push_rate")
-    return {"seed": config.seed, **{name: getattr(config.learn, name) for name in names}}
-
-
-def stopping(config: Config) -> dict[str, Any]:
-    """When learning is tested and ends: options of Learner.steps."""
-    return {name: getattr(config.learn, name) for name in ("test_every", "margin", "patience")}
+def learning(config: Config, **testing: Any) -> dict[str, Any]:
+    """How a cell is learned: a Learner's options. testing: those of its loop tests, but for their noise."""
+    names = ("kind", "steps", "batch", "rate", "push_rate", "test_every", "margin", "patience")
+    options = {name: getattr(config.learn, name) for name in names}
+    return {"seed": config.seed, "testing": {"sigma": config.noise, **testing}, **options}
 
 
 def register(config: Config, model: LanguageModel) -> Register:
     """The learned cell in the loop, pushed at the site."""
-    return HiddenCell.load(cell_file(config), model).on(model, site(config), config.map.temperature)
+    at = numbered_site(config, model.n_blocks)
+    return HiddenCell.load(cell_file(config), model).on(model, at, config.map.temperature)
 
 
 def cell_carriers(config: Config, held: Register, generator: torch.Generator) -> Carriers:
@@ -326,25 +324,45 @@ def check_learning(config: Config) -> None:
         raise ValueError(f"learn.kind={settings.kind!r}: expected prefix, push or both")
     if not settings.prompt.strip() or not settings.pairs or not all(len(pair) == 2 for pair in settings.pairs):
         raise ValueError(f"learn.prompt={settings.prompt!r}, learn.pairs={settings.pairs}: expected text, and pairs")
-    counts = ("steps", "batch", "test_every", "test_rows", "patience")
+    counts = ("steps", "batch", "test_every", "patience")
     if few := [name for name in counts if getattr(settings, name) < 1]:
         raise ValueError(f"learn.{few[0]}={getattr(settings, few[0])}: expected at least 1")
-    if settings.test_steps < 4 or not 0.2 <= settings.cover_mass <= 0.9:
+    if not (settings.rate > 0 and settings.push_rate > 0 and 0.2 <= settings.cover_mass <= 0.9):
         raise ValueError(
-            f"learn.test_steps={settings.test_steps}, learn.cover_mass={settings.cover_mass}: expected at least 4 "
-            "steps, and a mass from 0.2 to 0.9"
+            f"learn.rate={settings.rate}, learn.push_rate={settings.push_rate}, learn.cover_mass="
+            f"{settings.cover_mass}: expected positive rates, and a mass from 0.2 to 0.9"
         )
+    if config.map.kind != "expected_embedding" or config.map.temperature != 1:
+        raise ValueError(
+            f"map={config.map.kind} at temperature {config.map.temperature}: a cell is learned with the expected "
+            "embedding at temperature 1"
+        )
+    if config.site.block == "middle" and config.site.path is None:
+        raise ValueError("site.block=middle: a cell is learned for one block; site.block=5 does in SmolLM2")
 
 
-def check_cell(config: Config) -> None:
-    """ValueError for settings of a latch, a gate or a circuit that cannot work, before a model is looked at."""
+def check_cell(config: Config, shape: ModelShape, *, several: bool = False) -> None:
+    """ValueError for settings of a latch, a gate or a circuit that cannot work, before the model is loaded. several: a
+    cell may hold more than one bit."""
     if config.context.kind != "prompt" or config.map.kind != "expected_embedding":
         raise ValueError(
             f"context={config.context.kind} map={config.map.kind}: a cell is a loop whose soft token is all it "
             "remembers; use context=prompt map=expected_embedding"
         )
     if config.cell.file is not None:
-        HiddenCell.load(cell_file(config))
+        cell = HiddenCell.load(cell_file(config))
+        if not cell.cover:
+            raise ValueError(f"cell.file={config.cell.file} was learned under ordinary text: experiment=hidden_story")
+        cell.check_site(numbered_site(config, shape.n_blocks))
+        if len(cell.pairs) > 1 and not several:
+            raise ValueError(
+                f"cell.file={config.cell.file} holds {len(cell.pairs)} bits: experiment=register measures it"
+            )
+        if config.carriers.kind in ("contrast_prompts", "contrast_soft_tokens"):
+            raise ValueError(
+                f"carriers.kind={config.carriers.kind} is measured behind a prompt, and cell.file={config.cell.file} "
+                "has a prefix of its own: carriers.kind=contrast_rests, which cell=hidden sets, or carriers=file"
+            )
     elif config.carriers.kind == "contrast_rests":
         raise ValueError("carriers.kind=contrast_rests is of a learned cell: cell=hidden, or cell.file=…")
     elif config.cell.a == config.cell.b:

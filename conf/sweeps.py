@@ -153,8 +153,7 @@ def finished(where: Path, config: Config) -> dict[str, Any] | None:
 def clear(where: Path, config: Config, log: str) -> None:
     """Moves what an earlier attempt left out of the way of this one; but for what its experiment goes on with, if it is
     resumed. Taken where no run has been."""
-    experiment = importlib.import_module(f"experiments.{config.name}")
-    keep = () if config.resume is None else getattr(experiment, "CONTINUES", ())
+    keep = () if config.resume is None else continues(config)
     there = [path for path in where.iterdir() if path.name not in (".hydra", ATTEMPTS, LOCK, log)]
     if there and not any(path.name in LEFT for path in there):
         sweep = " It is a sweep's: resume that with -m." if (where / "multirun.yaml").is_file() else ""
@@ -170,6 +169,13 @@ def clear(where: Path, config: Config, log: str) -> None:
         (where / ATTEMPTS / str(number)).mkdir(parents=True)
         for path in left:
             shutil.move(path, where / ATTEMPTS / str(number) / path.name)
+
+
+def continues(config: Config) -> tuple[str, ...]:
+    """The files of an interrupted run that a resumed one goes on with."""
+    experiment = importlib.import_module(f"experiments.{config.name}")
+    names: tuple[str, ...] = getattr(experiment, "CONTINUES", ())
+    return names
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ WIRES = ("host", "loop")
 def check(config: Config, shape: ModelShape) -> None:
     """Refuses settings that cannot work, before the model is loaded."""
     build.check_shape(config, shape)
-    build.check_cell(config)
+    build.check_cell(config, shape)
     circuit = build.circuit(config)
     if config.logic.wires not in (*WIRES, "both"):
         raise ValueError(f"logic.wires={config.logic.wires!r}: expected host, loop or both")

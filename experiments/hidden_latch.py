@@ -30,7 +30,7 @@ from feedback.trajectory import Trajectory
 def check(config: Config, shape: ModelShape) -> None:
     """Refuses settings that cannot work, before the model is loaded."""
     build.check_shape(config, shape)
-    build.check_cell(config)
+    build.check_cell(config, shape)
     settings = config.hidden_latch
     if config.cell.file is None:
         raise ValueError("experiment=hidden_latch measures a learned cell: cell=hidden, or cell.file=…")
@@ -231,10 +231,11 @@ class Plan:
         state = torch.stack([self.written[min(step // self.settings.period, self.n_pulses - 1)]
                              for step in range(self.settings.steps)])  # fmt: skip
         other = (state != self.start[:n]) & ~pushed
-        agreement = metrics.mean_interval(same.double().mean(0), draw)
+        changed = (~same).flatten()[:, None]  # steps of a row are a cluster
+        unlike = metrics.ber_interval(changed, torch.arange(n).repeat(self.settings.steps), draw)
         return {
             "text_agreement": same.double().mean().item(),
-            "text_agreement_low": agreement.low.item(),
+            "text_agreement_low": 1 - unlike.high.item(),
             "text_agreement_in_pulses": same[pushed].double().mean().item(),
             "rows": n,
             "steps": self.settings.steps,

@@ -36,21 +36,30 @@ def check(config: Config, shape: ModelShape) -> None:
     build.check_shape(config, shape)
     build.check_learning(config)
     if config.cell.file is not None:
-        cell = HiddenCell.load(build.cell_file(config))
+        cell, at = HiddenCell.load(build.cell_file(config)), build.numbered_site(config, shape.n_blocks)
         if cell.cover:
             raise ValueError(
                 f"cell.file={config.cell.file} says {cell.cover!r} at every step: hidden_latch measures it"
             )
+        if cell.site != at:
+            raise ValueError(
+                f"site.block={at.block} site.at={at.at}: cell.file={config.cell.file} was learned at block "
+                f"{cell.site.block} ({cell.site.at})"
+            )
+    if config.context.kind != "full" or learn.unroll != 1:
+        raise ValueError(f"context={config.context.kind}, learn.unroll={learn.unroll}: expected full, and 1")
     if len(learn.pairs) != 1 or learn.cover:
         raise ValueError(
             f"learn.pairs={learn.pairs}, learn.cover={learn.cover!r}: expected one pair, and no cover word"
         )
-    few = [name for name in ("known", "rows", "pulse_steps") if getattr(settings, name) < 1]
-    if few or settings.known >= len(config.prompts.texts) or not 0 < settings.mix <= 1 or settings.pulse <= 0:
+    few = [name for name in ("known", "unseen", "rows", "start", "pulse_steps") if getattr(settings, name) < 1]
+    there = len(config.prompts.texts)
+    if few or settings.known + settings.unseen > there or not 0 < settings.mix <= 1 or settings.pulse <= 0:
         raise ValueError(
-            f"hidden_story.known={settings.known}, rows={settings.rows}, pulse_steps={settings.pulse_steps}, "
-            f"mix={settings.mix}, pulse={settings.pulse}: expected at least 1 of each, fewer known than the "
-            f"{len(config.prompts.texts)} prompts, a mix above 0 and up to 1, and a positive pulse"
+            f"hidden_story.known={settings.known}, unseen={settings.unseen}, rows={settings.rows}, start="
+            f"{settings.start}, pulse_steps={settings.pulse_steps}, mix={settings.mix}, pulse={settings.pulse}: "
+            f"expected at least 1 of each, no more known and unseen than the {there} prompts, a mix above 0 and up to "
+            "1, and a positive pulse"
         )
     if config.steps < settings.start + settings.pulse_steps:
         raise ValueError(f"steps={config.steps}: expected steps behind the pulse's end, {settings.start} + pulse_steps")
@@ -64,12 +73,12 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     known, unseen = list(range(settings.known)), list(range(settings.known, len(stories.prompts)))
     if config.cell.file is None:
         learner = _learner(config, model, stories.pick(known), build.untrained_cell(config, model))
-        learner.resume(folder)
-        learner.descend(folder, tracker.log, quiet=config.quiet, **build.stopping(config), sigma=config.noise)
+        learner.descend(folder, tracker.log, quiet=config.quiet)
         assert learner.best is not None
-        cell = learner.best[2]
+        number, tested, cell = learner.best
+        learned = {"best_step": number, "loop_test": tested.plain(), "confirmed": learner.confirm().plain()}
         cell.save(folder / CELL)
-        tracker.artifact("cell", "cell", folder / CELL, {"loop_test": learner.best[1].plain()})
+        tracker.artifact("cell", "cell", folder / CELL, learned)
     else:
         cell = HiddenCell.load(build.cell_file(config), model)
     learner = _learner(config, model, stories.pick(known), cell)
@@ -86,15 +95,19 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             pulse = torch.zeros(config.steps, len(prompt))
             begin = settings.start - 1
             pulse[begin : begin + settings.pulse_steps] = amount * (2.0 * bits - 1)
+            nothing = torch.zeros_like(pulse)
+            # arm: what is pushed, along what, share of the soft token, first row of its noise
             arms = {
-                "loop": (pulse, v.scaled[0], settings.mix),
-                "cache": (pulse, v.scaled[0], 0.0),
-                "random_v": (pulse, random, settings.mix),
-                "unpushed": (torch.zeros_like(pulse), v.scaled[0], settings.mix),
-                "unpushed_cache": (torch.zeros_like(pulse), v.scaled[0], 0.0),
+                "loop": (pulse, v.scaled[0], settings.mix, 0),
+                "cache": (pulse, v.scaled[0], 0.0, 0),
+                "random_v": (pulse, random, settings.mix, 0),
+                "unpushed": (nothing, v.scaled[0], settings.mix, len(prompt)),
+                "unpushed_cache": (nothing, v.scaled[0], 0.0, len(prompt)),
             }
+            base = {settings.mix: "twin", 0.0: "twin_cache"}
+            compared = {name: (nothing, v.scaled[0], mix, 0) for mix, name in base.items()}
             seen = {}
-            for arm, (strength, vector, mix) in arms.items():
+            for arm, (strength, vector, mix, first) in {**compared, **arms}.items():
                 bar.stage(f"{split}, {arm}")
                 told = story.run(
                     model,
@@ -106,23 +119,25 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
                     mix=mix,
                     sigma=config.noise,
                     seed=config.seed,
-                    ids=torch.arange(len(prompt)),
+                    ids=first + torch.arange(len(prompt)),
                     progress=bar.turn,
                 )
-                u, same, margin = story.observed(model, learner.pair, told, part.cover[:, prompt])
-                seen[arm] = (u, same, margin)
-                said.append(_transcript(model, split, arm, told.text[1], part.cover[:, prompt[1]]))
-            for arm, (u, same, margin) in seen.items():
-                base = seen["unpushed_cache" if arm in ("cache", "unpushed_cache") else "unpushed"][0]
-                table += _rows(split, arm, (u, base), same, margin, bits, prompt, draw)
+                seen[arm] = story.observed(model, learner.pair, told, part.cover[:, prompt])
+                if arm in arms:
+                    said.append(_transcript(model, split, arm, told.text[1], part.cover[:, prompt[1]]))
+            for arm, (_, _, mix, _) in arms.items():
+                u, same, margin = seen[arm]
+                table += _rows(split, arm, (u, seen[base[mix]][0]), same, margin, bits, prompt, draw)
     for row in table:
         if row["split"] == "known":
             tracker.log(row["step"], {f"{row['arm']}/ber": row["ber"], f"{row['arm']}/same": row["text_agreement"]})
     ends = settings.start + settings.pulse_steps
-    summary = {
+    summary: dict[str, Any] = {
         split: {arm: verdict([r for r in table if (r["split"], r["arm"]) == (split, arm)], ends) for arm in arms}
         for split in ("known", "unseen")
     }
+    if config.cell.file is None:
+        summary["learned"] = learned
     site = resolve(model.module, cell.site)
     record = {
         "site": {"block": site.block, "at": site.at, "path": site.path},
@@ -132,7 +147,11 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
             "sigma": config.noise,
             "unit": "mean length of an embedding row, per coordinate / sqrt(d_model), every soft token",
         },
-        "readers": {"state": "sign of u less the unpushed run's u under the same noise, u = tanh((z_A − z_B)/2)"},
+        "readers": {
+            "state": "sign of u less an unpushed run's u, u = tanh((z_A − z_B)/2); that run has the row's noise, "
+            "but for the unpushed arms, which have noise of their own",
+            "sign": "sign of u alone",
+        },
         "audit": {"before": before, "after": audit.plain(audit.snapshot(model.module))},
     }
     return Result(table=table, summary=summary, figures=draw_figures(table, ends, folder), record=record)
@@ -148,6 +167,7 @@ def verdict(rows: list[dict[str, Any]], ends: int) -> dict[str, Any]:
         "ber_end": after[-1]["ber"],
         "ber_low": after[-1]["ber_low"],
         "ber_high": after[-1]["ber_high"],
+        "sign_ber_end": after[-1]["sign_ber"],
         "text_agreement": sum(row["text_agreement"] for row in rows) / len(rows),
         "text_agreement_after": sum(row["text_agreement"] for row in after) / len(after),
         "u_end": after[-1]["u"],
@@ -169,9 +189,10 @@ def _rows(
     # a difference of exactly nothing says nothing: it reads as a 0, right for half of the rows
     wrong = ((difference > 0) != bits)[..., None]
     signed = torch.where(bits, u, -u)
+    clusters = prompt if len(prompt.unique()) > 1 else torch.arange(len(prompt))
     rows = []
     for step in range(len(u)):
-        ends = metrics.ber_interval(wrong[step], torch.arange(len(prompt)), draw)
+        ends = metrics.ber_interval(wrong[step], clusters, draw)
         rows.append(
             {
                 "split": split,
@@ -180,6 +201,7 @@ def _rows(
                 "ber": wrong[step].double().mean().item(),
                 "ber_low": ends.low.item(),
                 "ber_high": ends.high.item(),
+                "sign_ber": (signed[step] <= 0).double().mean().item(),
                 "u": signed[step].mean().item(),
                 "text_agreement": same[step].double().mean().item(),
                 "margin": margin[step].mean().item(),
@@ -200,7 +222,7 @@ def _transcript(
 def _learner(config: Config, model: LanguageModel, stories: Stories, cell: HiddenCell) -> StoryLearner:
     kind = "prefix" if cell.push is None else "push" if config.learn.kind == "push" else "both"
     options = {**build.learning(config), "kind": kind, "mix": config.hidden_story.mix}
-    return StoryLearner(model, cell, build.objective(config), stories=stories, held_out=stories, **options)
+    return StoryLearner(model, cell, build.objective(config), stories=stories, **options)
 
 
 def draw_figures(table: list[dict[str, Any]], ends: int, folder: Path) -> dict[str, Path]:
@@ -233,18 +255,28 @@ def show(result: Result) -> Table:
     """The printed table: a row per split and arm."""
     table = Table(
         title="A bit under ordinary text: how long it lives, and whether the text is the unsteered model's",
-        caption="lives: steps behind the pulse until the 95 % interval of the bit error rate reaches 0.5",
+        caption="lives: steps behind the pulse until the 95 % interval of the bit error rate (of u less an unpushed "
+        "run's) reaches 0.5; sign: bit error rate of the sign of u alone",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for column in ("prompts", "arm", "lives, steps", "BER at the end", "u at the end", "text agreement", "… after"):
+    for column in (
+        "prompts",
+        "arm",
+        "lives, steps",
+        "BER at the end",
+        "sign",
+        "u at the end",
+        "text agreement",
+        "… after",
+    ):
         table.add_column(column, justify="left" if column in ("prompts", "arm") else "right")
-    for split, arms in result.summary.items():
-        for arm, s in arms.items():
+    for split in ("known", "unseen"):
+        for arm, s in result.summary[split].items():
             lives = f"{s['lives_steps']}{'+' if s['lives_steps'] == s['steps_measured'] else ''}"
             interval = f"{s['ber_end']:.3f} [{s['ber_low']:.2f}, {s['ber_high']:.2f}]"
-            numbers = [s[name] for name in ("u_end", "text_agreement", "text_agreement_after")]
+            numbers = [s[name] for name in ("sign_ber_end", "u_end", "text_agreement", "text_agreement_after")]
             table.add_row(split, arm, lives, interval, *(f"{x:.3f}" for x in numbers if math.isfinite(x)))
     return table

@@ -31,7 +31,7 @@ LEVELS, ROUNDS = 8, 3  # of a search for a threshold: amounts tried at once, how
 def check(config: Config, shape: ModelShape) -> None:
     """Refuses settings that cannot work, before the model is loaded."""
     build.check_shape(config, shape)
-    build.check_cell(config)
+    build.check_cell(config, shape)
     settings = config.latch
     counts = {
         name: getattr(settings, name)

@@ -26,35 +26,48 @@ CONTINUES = (STATE, CELL)  # what a resumed run goes on with
 
 def check(config: Config, shape: ModelShape) -> None:
     """Refuses settings that cannot work, before the model is loaded."""
+    settings = config.learn
     build.check_shape(config, shape)
     build.check_learning(config)
+    if config.context.kind != "prompt" or not settings.cover:
+        raise ValueError(
+            f"context={config.context.kind}, learn.cover={settings.cover!r}: expected context=prompt and a word; "
+            "experiment=hidden_story learns a cell under ordinary text"
+        )
+    words = 2 ** len(settings.pairs)
+    if settings.test_rows < words or settings.test_steps < 4:
+        raise ValueError(
+            f"learn.test_rows={settings.test_rows}, learn.test_steps={settings.test_steps}: expected a row for each of "
+            f"the {words} words, and at least 4 steps"
+        )
 
 
 def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) -> Result:
     """Learns, tests, and measures what came out of it."""
     settings = config.learn
     start = build.untrained_cell(config, model)
-    learner = Learner(model, start, build.objective(config), **build.learning(config))
-    testing = {"rows": settings.test_rows, "steps": settings.test_steps, "sigma": config.noise}
-    untrained = learner.test(**testing)
-    resumed = learner.resume(folder)
-    table = learner.descend(folder, tracker.log, quiet=config.quiet, **build.stopping(config), **testing)
+    options = build.learning(config, rows=settings.test_rows, steps=settings.test_steps)
+    learner = Learner(model, start, build.objective(config), **options)
+    untrained = learner.test()
+    resumed = learner.descend(folder, tracker.log, quiet=config.quiet)
     assert learner.best is not None
-    number, tested, cell = learner.best
+    table, (number, tested, cell) = learner.table, learner.best
+    confirmed = learner.confirm()
     cell.save(folder / CELL)
     tracker.artifact("cell", "cell", folder / CELL, {"loop_test": tested.plain(), "step": number})
     summary = {
-        "works": tested.works(settings.margin),
+        "works": confirmed.works(settings.margin),
         "best_step": number,
         "steps": learner.step,
         "resumed_at_step": resumed,
         "loop_test": tested.plain(),
-        "margin": tested.margin,
+        "confirmed": confirmed.plain(),
+        "margin": confirmed.margin,
         "untrained": untrained.plain(),
         "first_working_step": next((r["step"] for r in table if r["works"]), None),
         "n_bits": len(cell.pairs),
         "positions": len(cell.prefix),
-        **measured(config, model, cell),
+        **measured(model, cell),
     }
     record = {
         "cell": str(folder / CELL),
@@ -84,9 +97,9 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     return Result(table=table, summary=summary, figures={"learning": path}, record=record)
 
 
-def measured(config: Config, model: LanguageModel, cell: HiddenCell) -> dict[str, Any]:
+def measured(model: LanguageModel, cell: HiddenCell) -> dict[str, Any]:
     """Coupling and pulse thresholds of every bit; null for a cell that does not hold all its words."""
-    held = cell.on(model, temperature=config.map.temperature)
+    held = cell.on(model)
     found: dict[str, Any] = {"coupling_L": [], "pulse_set": [], "pulse_reset": [], "why_not": None}
     try:
         vectors = held.contrasts().scaled
@@ -108,8 +121,8 @@ def show(result: Result) -> Table:
     table = Table(
         title=f"{s['n_bits']}-bit cell: {'works' if s['works'] else 'does not work'}; best at step {s['best_step']} of "
         f"{s['steps']}, first working at {'none' if first is None else first}",
-        caption=f"untrained: kept {s['untrained']['kept']:.2f}, margin {s['untrained']['margin']:.2f}; pulses set at "
-        f"{', '.join(f'{x:.1f}' for x in s['pulse_set']) or '–'}, reset at "
+        caption=f"the best under other noise: {_told(s['confirmed'])}; untrained: {_told(s['untrained'])}; pulses set "
+        f"at {', '.join(f'{x:.1f}' for x in s['pulse_set']) or '–'}, reset at "
         f"{', '.join(f'{x:.1f}' for x in s['pulse_reset']) or '–'}",
         title_justify="left",
         caption_justify="left",
@@ -125,3 +138,7 @@ def show(result: Result) -> Table:
         note = "best" if row["step"] == s["best_step"] else "works" if row["works"] else ""
         table.add_row(str(row["step"]), f"{row['loss']:.3f}", *(f"{x:.3f}" for x in values if math.isfinite(x)), note)
     return table
+
+
+def _told(test: dict[str, float]) -> str:
+    return f"kept {test['kept']:.2f}, text {test['text_agreement']:.2f}, margin {test['margin']:.3f}"

@@ -29,14 +29,16 @@ from feedback.tracking import Tracker
 def check(config: Config, shape: ModelShape) -> None:
     """Refuses settings that cannot work, before the model is loaded."""
     build.check_shape(config, shape)
-    build.check_cell(config)
+    build.check_cell(config, shape, several=True)
     settings = config.register
     if config.cell.file is None:
         raise ValueError("experiment=register measures a learned cell: cell=register_2, or cell.file=…")
-    if settings.rows < 1 or settings.pulse_steps < 1 or settings.single <= 1 or settings.intervals < 2:
+    few = [name for name in ("rows", "pulse_steps", "settle_steps") if getattr(settings, name) < 1]
+    if few or settings.single <= 1 or settings.intervals < 2:
         raise ValueError(
-            f"register.rows={settings.rows}, pulse_steps={settings.pulse_steps}, intervals={settings.intervals}, "
-            f"single={settings.single}: expected at least 1, 1 and 2, and pulses of more than 1 threshold"
+            f"register.rows={settings.rows}, pulse_steps={settings.pulse_steps}, settle_steps={settings.settle_steps}, "
+            f"intervals={settings.intervals}, single={settings.single}: expected at least 1, 2 intervals, and pulses "
+            "of more than 1 threshold"
         )
     if settings.period <= settings.pulse_steps:
         raise ValueError(
@@ -58,7 +60,8 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
     random = carriers.norm_matched_random(own, draw).scaled
     with progress.bar(config.quiet, unit="row-step") as bar:
         bar.stage("thresholds")
-        sizes = thresholds(config, held, own.scaled, rest, own.raw_lengths.max().item())
+        top = (own.raw_lengths / own.scaled.norm(dim=-1)).max().item()  # pushes as long as the rests are apart
+        sizes = thresholds(config, held, own.scaled, rest, top)
         if not torch.isfinite(sizes).all():
             bit, up = divmod(int((~torch.isfinite(sizes)).flatten().int().argmax()), 2)
             raise ValueError(

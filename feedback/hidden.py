@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -100,14 +100,17 @@ class HiddenCell:
 
     def save(self, path: Path) -> None:
         """Writes a safetensors file, with JSON metadata, that :meth:`load` reads."""
-        about = {k: v for k, v in vars(self).items() if k not in ("prefix", "push", "site")}
-        about["site"] = asdict(self.site)
         tensors = {"prefix": self.prefix} | ({} if self.push is None else {"push": self.push})
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
         plain = {name: value.detach().float().cpu().contiguous() for name, value in tensors.items()}
-        save_file(plain, str(part), {"cell": json.dumps(about)})
+        save_file(plain, str(part), {"cell": json.dumps(self.about())})
         part.replace(path)
+
+    def about(self) -> dict[str, Any]:
+        """All but the tensors, plain."""
+        told = {k: v for k, v in vars(self).items() if k not in ("prefix", "push")}
+        return {**told, "site": asdict(self.site), "provenance": dict(self.provenance)}
 
     @staticmethod
     def load(path: Path, model: LanguageModel | None = None) -> "HiddenCell":
@@ -137,14 +140,25 @@ class HiddenCell:
                 "python run.py experiment=learn_cell"
             )
 
+    def check_site(self, site: Site) -> None:
+        """ValueError where the cell's own push would be added at another site than it was learned for."""
+        if self.push is not None and site != self.site:
+            raise ValueError(
+                f"the cell has a push of its own, learned at block {self.site.block} ({self.site.at}), and is to be "
+                f"pushed at block {site.block} ({site.at}): site.block={self.site.block} site.at={self.site.at}"
+            )
+
     def on(self, model: LanguageModel, site: Site | None = None, temperature: float = 1.0) -> "Register":
-        """The cell in the loop of a model. ValueError for one that was learned under ordinary text."""
+        """The cell in the loop of a model, carriers at ``site``. ValueError for one that was learned under ordinary
+        text, and for one with a push that is to be pushed elsewhere."""
         self.check(model)
         if not self.cover:
             raise ValueError(
                 "this cell was learned under ordinary text, not under one word: experiment=hidden_story does"
             )
-        return Register(model, self, self.site if site is None else site, temperature)
+        site = self.site if site is None else site
+        self.check_site(site)
+        return Register(model, self, site, temperature)
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,8 +272,14 @@ class Register:
 
 @dataclass(frozen=True, order=True)
 class LoopTest:
-    """Compared by share of rows that kept their word, then by the worst margin together with the worst level."""
+    """Whether a cell did as it is to do; see :meth:`Register.loop_test`.
 
+    kept: share of rows that kept their word at every step that counts. text_agreement: share of all steps whose token
+    is the cover's. margin: the cover's probability less the likeliest other's, in the worst step. level: u towards the
+    bit, in the worst step of the worst bit. Compared by kept + text_agreement, then by margin + level/10.
+    """
+
+    NAMES: ClassVar = ("kept", "text_agreement", "margin", "level")
     rank: tuple[float, float] = field(init=False, repr=False)
     kept: float = field(compare=False)
     text_agreement: float = field(compare=False)
@@ -274,7 +294,7 @@ class LoopTest:
         return self.kept == 1 and self.text_agreement == 1 and self.margin >= margin
 
     def plain(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in ("kept", "text_agreement", "margin", "level")}
+        return {name: getattr(self, name) for name in self.NAMES}
 
 
 def from_prompt(

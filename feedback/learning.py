@@ -8,17 +8,19 @@ bits alone. The loss wobbles, so the cell that is kept is the best of a held-out
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from safetensors.torch import load_file, safe_open, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from feedback import hidden, loop, maps, progress
+from feedback import hidden, loop, maps, progress, results
 from feedback.cache import Context
 from feedback.hidden import HiddenCell, LoopTest, Words
 from feedback.models import LanguageModel
@@ -83,20 +85,13 @@ class Objective:
         return words.weights(self.level * torch.tanh(self.sharpness * (u + pushes)), cover_mass)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One step of learning. loss: mean KL(wanted ‖ p) in nats. test: every so many steps."""
-
-    step: int
-    loss: float
-    test: LoopTest | None
-
-
 class Learner:
     """Learns one cell; can be stopped at any step, saved and continued.
 
     kind: what is learned. steps: how many in all. rate, push_rate: Adam's learning rates of the prefix and of the push
-    at the beginning; they fall to a tenth along a cosine. Everything random comes from ``seed``.
+    at the beginning; they fall to a tenth along a cosine. test_every: steps from one loop test to the next. It ends
+    early after ``patience`` loop tests in a row that work with ``margin``, none of them better than the best before.
+    testing: options of :meth:`Register.loop_test`. Everything random comes from ``seed``.
     """
 
     def __init__(
@@ -110,98 +105,89 @@ class Learner:
         batch: int = 48,
         rate: float = 1e-2,
         push_rate: float = 5e-2,
+        test_every: int = 10,
+        margin: float = 0.15,
+        patience: int = 6,
+        testing: Mapping[str, Any] = MappingProxyType({}),
         seed: int = 0,
     ) -> None:
         if (kind != "prefix") != (cell.push is not None):
             raise ValueError(f"kind={kind} and a cell {'without' if cell.push is None else 'with'} a push do not fit")
-        self.model, self.cell, self.objective, self.kind, self.rows, self.seed = (
-            model, cell, objective, kind, batch, seed,
-        )  # fmt: skip
+        self.model, self.cell, self.objective, self.testing = model, cell, objective, testing
+        self.rows, self.n_steps, self.seed = batch, steps, seed
+        self.test_every, self.margin, self.patience = test_every, margin, patience
         self.words = Words.of(model, cell.cover, cell.pairs)
         self.generator = torch.Generator().manual_seed(seed)
         self.prefix = cell.prefix.to(model.device).clone().requires_grad_(kind != "push")
         self.push = None if cell.push is None else cell.push.to(model.device).clone().requires_grad_()
         groups: list[dict[str, Any]] = [{"params": [self.prefix], "lr": rate}] if kind != "push" else []
         groups += [{"params": [self.push], "lr": push_rate}] if self.push is not None else []
-        self.n_steps = steps
         self.step = 0
         self.optimiser = torch.optim.Adam(groups)
         self._rates = [group["lr"] for group in groups]
         self.carriers = torch.zeros(self.words.n_bits, model.d_model, device=model.device)
         self.best: tuple[int, LoopTest, HiddenCell] | None = None
+        self.table: list[dict[str, Any]] = []  # the learning curve, a row a step
+        self._waited = 0
+        self.settings: dict[str, Any] = {
+            "kind": kind, "steps": steps, "batch": batch, "rate": rate, "push_rate": push_rate, "seed": seed,
+            "test_every": test_every, "margin": margin, "patience": patience, "testing": dict(testing),
+            "objective": asdict(objective), "cell": cell.about(),
+        }  # fmt: skip
 
-    def steps(self, *, test_every: int = 10, margin: float = 0.1, patience: int = 3, **testing: Any) -> Iterator[Point]:
-        """Learns to the last step. Ends early after ``patience`` loop tests in a row that work with that margin,
-        none of them better than the best before. testing: options of :meth:`Register.loop_test`."""
-        waited = 0
-        while self.step < self.n_steps:
-            loss = self._descend()
-            tested = None
-            if self.step % test_every == 0 or self.step == self.n_steps:
-                tested = self.test(**testing)
-                waited = waited + 1 if tested.works(margin) else 0
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """Learns to the last step; yields that step's row of ``table``. loss: mean KL(wanted ‖ p) in nats. kept,
+        text_agreement, margin, level, works: of the loop test, where one was made."""
+        while self.step < self.n_steps and self._waited <= self.patience:
+            row: dict[str, Any] = {"loss": self._descend(), **dict.fromkeys(LoopTest.NAMES), "works": False}
+            row = {"step": self.step, **row}
+            if self.step % self.test_every == 0 or self.step == self.n_steps:
+                tested = self.test()
+                row |= {**tested.plain(), "works": tested.works(self.margin)}
+                self._waited = self._waited + 1 if row["works"] else 0
                 if self.best is None or tested > self.best[1]:
-                    about = {"step": self.step, "seed": self.seed, "kind": self.kind, "loop_test": tested.plain()}
-                    about |= {"objective": asdict(self.objective), "batch": self.rows}
+                    about = {"step": self.step, "loop_test": tested.plain(), **self.settings}
+                    del about["cell"]
                     self.best = (self.step, tested, hidden.with_values(self.cell, self.prefix, self.push, about))
-                    waited = min(waited, 1)
-            yield Point(self.step, loss, tested)
-            if waited > patience:
-                return
+                    self._waited = min(self._waited, 1)
+            self.table.append(row)
+            yield row
 
-    def descend(
-        self,
-        folder: Path,
-        log: Callable[[int, dict[str, float]], object],
-        *,
-        quiet: bool,
-        margin: float,
-        **options: Any,
-    ) -> list[dict[str, Any]]:
-        """Takes the steps that are left, with a bar; returns the learning curve, a row a step. options: of
-        :meth:`steps`.
-
-        Leaves STATE and the best CELL in ``folder`` whenever a loop test was made; ``log`` gets every step's numbers.
-        RuntimeError, with where the best cell is, instead of KeyboardInterrupt.
-        """
-        table, written = [], 0
-        told: dict[str, str] = {}
-        with progress.bar(quiet, total=self.n_steps, initial=self.step, unit="step") as bar:
-            try:
-                for point in self.steps(margin=margin, **options):
-                    bar.update(1)
-                    told["loss"] = f"{point.loss:.3f}"
-                    row = {"step": point.step, "loss": point.loss, "kept": None, "text_agreement": None}
-                    row |= {"margin": None, "level": None, "works": False}
-                    logged = {"learn/loss": point.loss}
-                    if point.test is not None:
-                        test = point.test.plain()
-                        row |= {**test, "works": point.test.works(margin)}
-                        logged |= {f"learn/{name}": value for name, value in test.items()}
-                        told |= {"kept": f"{test['kept']:.2f}", "margin": f"{test['margin']:.2f}"}
-                        self.save(folder / STATE)
-                        if self.best is not None and self.best[0] != written:
-                            written = self.best[0]
-                            self.best[2].save(folder / CELL)
-                    table.append(row)
-                    log(point.step, logged)
-                    bar.set_postfix(told)
-            except KeyboardInterrupt:
-                raise RuntimeError(
-                    f"stopped at step {self.step}; the best cell so far is {folder / CELL}. Go on with the same "
-                    f"command and resume={folder}"
-                ) from None
-        return table
-
-    def resume(self, folder: Path) -> int:
-        """Goes on from the state that :meth:`descend` left in ``folder``, if it did; the step that this is."""
+    def descend(self, folder: Path, log: Callable[[int, dict[str, float]], object], *, quiet: bool) -> int:
+        """Takes the steps that are left, with a bar. Leaves STATE and the best CELL in ``folder`` whenever a loop test
+        was made, and goes on from the STATE that is there; ``log`` gets every step's numbers. Returns how many steps
+        had been taken before."""
         if (folder / STATE).is_file():
             self.restore(folder / STATE)
-        return self.step
+        before = self.step
+        for row in self.table:
+            log(row["step"], _logged(row))
+        told: dict[str, str] = {}
+        with progress.bar(quiet, total=self.n_steps, initial=self.step, unit="step") as bar:
+            for row in self.steps():
+                bar.update(1)
+                log(row["step"], _logged(row))
+                told["loss"] = f"{row['loss']:.3f}"
+                if row["kept"] is not None:
+                    told |= {"kept": f"{row['kept']:.2f}", "margin": f"{row['margin']:.2f}"}
+                    self.save(folder / STATE)
+                    assert self.best is not None
+                    if self.best[0] == self.step:
+                        self.best[2].save(folder / CELL)
+                bar.set_postfix(told)
+        return before
 
-    def test(self, **testing: Any) -> LoopTest:
+    def test(self) -> LoopTest:
         """The loop test of what is learned so far; its starts and noise are no rows of any batch."""
-        return self._as_is().on(self.model).loop_test(seed=self.seed + 1, **testing)
+        return self._tested(self._as_is(), self.seed + 1)
+
+    def confirm(self) -> LoopTest:
+        """The best cell's loop test, from starts and under noise that it was not chosen by."""
+        assert self.best is not None
+        return self._tested(self.best[2], self.seed + 2)
+
+    def _tested(self, cell: HiddenCell, seed: int) -> LoopTest:
+        return cell.on(self.model).loop_test(seed=seed, **self.testing)
 
     def _as_is(self) -> HiddenCell:
         return hidden.with_values(self.cell, self.prefix, self.push, {})
@@ -245,7 +231,7 @@ class Learner:
         program = Program(amounts.expand(steps, -1, -1), self.carriers, columns={"row": torch.arange(rows)})
         return loop.run(
             self.model,
-            [self.prefix],
+            [self.prefix],  # in its own float32; the loop reads it in the model's dtype
             program.and_always(self.push),
             feedback_map=maps.expected_embedding(),
             site=self.cell.site,
@@ -265,16 +251,17 @@ class Learner:
         first = self.words.soft(self.model.embedding, u, self.cell.cover_mass)
         told = self._run(first, torch.zeros(2 * n, n, device=first.device), 1, [self.cell.site])
         (at_site,) = told.recorded.values()
-        return at_site[0, :n] - at_site[0, n:]
+        plus, minus = at_site[0].float().chunk(2)
+        return plus - minus
 
     def save(self, path: Path) -> None:
         """Where it stands, as one safetensors file that :meth:`restore` continues from, exactly."""
         tensors = {"prefix": self.prefix.detach(), "carriers": self.carriers, "generator": self.generator.get_state()}
         tensors |= {} if self.push is None else {"push": self.push.detach()}
-        for name, parameter in self._parameters():
-            for key, value in self.optimiser.state[parameter].items():
-                tensors[f"adam.{name}.{key}"] = value
-        about: dict[str, Any] = {"step": self.step, **self._settings()}
+        adam = self.optimiser.state_dict()
+        tensors |= {f"adam.{n}.{key}": value for n, state in adam["state"].items() for key, value in state.items()}
+        about: dict[str, Any] = {"settings": self.settings, "step": self.step, "waited": self._waited}
+        about |= {"table": self.table, "adam": adam["param_groups"]}
         if self.best is not None:
             number, tested, cell = self.best
             tensors["best.prefix"] = cell.prefix
@@ -287,16 +274,18 @@ class Learner:
         part.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Continues from :meth:`save`. ValueError when that learner had other settings."""
-        with safe_open(str(path), "pt") as file:
-            about = json.loads((file.metadata() or {}).get("learner", "{}"))
-        settings = self._settings()
-        if not about or {key: about[key] for key in settings} != settings:
-            raise ValueError(f"{path} was left by a learner with {about or 'nothing'}; this one has {settings}")
-        tensors = load_file(str(path))
-        if tensors["prefix"].shape != self.prefix.shape:
+        """Continues from :meth:`save`. ValueError when that learner had other settings; it names them."""
+        try:
+            with safe_open(str(path), "pt") as file:
+                about = json.loads((file.metadata() or {})["learner"])
+            tensors, theirs = load_file(str(path)), dict(results.flat(about["settings"]))
+        except (SafetensorError, KeyError, OSError) as error:
+            raise ValueError(f"{path} holds no learner's state ({error})") from error
+        ours = dict(results.flat(json.loads(json.dumps(self.settings))))
+        if other := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+            told = "; ".join(f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} here" for name in other)
             raise ValueError(
-                f"{path} holds a prefix of {tuple(tensors['prefix'].shape)}, not {tuple(self.prefix.shape)}"
+                f"{path} was left by a learner with other settings: {told}. Resume it with the same command"
             )
         with torch.no_grad():
             self.prefix.copy_(tensors["prefix"])
@@ -304,20 +293,18 @@ class Learner:
                 self.push.copy_(tensors["push"])
         self.carriers = tensors["carriers"].to(self.carriers)
         self.generator.set_state(tensors["generator"])
-        for name, parameter in self._parameters():
-            lead = f"adam.{name}."
-            self.optimiser.state[parameter] = {
-                k.removeprefix(lead): v for k, v in tensors.items() if k.startswith(lead)
-            }
-        self.step = about["step"]
+        states: dict[int, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            if name.startswith("adam."):
+                _, number, key = name.split(".")
+                states.setdefault(int(number), {})[key] = value
+        self.optimiser.load_state_dict({"state": states, "param_groups": about["adam"]})
+        self.step, self.table, self._waited = about["step"], about["table"], about["waited"]
         if "best" in about:
             best = about["best"]
             cell = hidden.with_values(self.cell, tensors["best.prefix"], tensors.get("best.push"), best["provenance"])
             self.best = (best["step"], LoopTest(**best["test"]), cell)
 
-    def _settings(self) -> dict[str, Any]:
-        return {"seed": self.seed, "kind": self.kind, "steps": self.n_steps, "batch": self.rows}
 
-    def _parameters(self) -> Sequence[tuple[str, Tensor]]:
-        named = (("prefix", self.prefix), ("push", self.push))
-        return [(name, value) for name, value in named if value is not None and value.requires_grad]
+def _logged(row: Mapping[str, Any]) -> dict[str, float]:
+    return {f"learn/{name}": row[name] for name in ("loss", *LoopTest.NAMES) if row[name] is not None}

@@ -61,7 +61,6 @@ def run(
     sigma: float = 0.0,
     seed: int = 0,
     ids: Int[Tensor, " row"] | None = None,
-    temperature: float = 1.0,
     progress: Any = None,
 ) -> Trajectory:
     """The cell in the loop, behind its prefix each row's prompt, free-running, context ``full``.
@@ -69,7 +68,7 @@ def run(
     mix: share of the soft token in what is fed back; at 0 the text itself is, so the cache is all that remembers.
     """
     read = [torch.cat([cell.prefix.to(model.embedding), model.embedding[torch.tensor(p)]]) for p in stories.prompts]
-    inner: NamedMap = maps.hard_mix(maps.expected_embedding(temperature), mix)
+    inner: NamedMap = maps.hard_mix(maps.expected_embedding(), mix)
     return loop.run(
         model,
         read,
@@ -84,7 +83,8 @@ def run(
 
 
 class StoryLearner(Learner):
-    """Learns a cell under ordinary text. ``held_out`` stories are for its loop tests only. mix: as :func:`run`'s."""
+    """Learns a cell under ordinary text. mix: as :func:`run`'s. The objective's unroll is taken as 1: the model's own
+    text is read at all positions at once."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class StoryLearner(Learner):
         cell: HiddenCell,
         *args: Any,
         stories: Stories,
-        held_out: Stories,
         mix: float = 0.5,
         **options: Any,
     ) -> None:
         super().__init__(model, cell, *args, **options)
-        self.stories, self.held_out, self.mix = stories, held_out, mix
+        self.stories, self.mix = stories, mix
         (self.pair,) = self.words.pairs
+        self.settings |= {"mix": mix, "prompts": stories.prompts, "cover": stories.cover.tolist()}
 
     def _descend(self) -> float:
         objective, draw, steps = self.objective, self.generator, self.stories.n_steps
@@ -150,18 +150,19 @@ class StoryLearner(Learner):
         soft = soft + self.objective.sigma * model.mean_embedding_length * noise / model.d_model**0.5
         prompts = [self.stories.prompts[i] for i in prompt.tolist()]
         longest = max(map(len, prompts))
+        prefix = self.prefix.to(embedding)
         rows, mask = [], torch.ones(len(prompts), longest + len(self.prefix) + len(u), dtype=torch.long, device=device)
         for row, ids in enumerate(prompts):
             missing = longest - len(ids)
             mask[row, :missing] = 0
             read = embedding[torch.tensor(ids, device=device)]
-            rows.append(torch.cat([embedding[:1].expand(missing, -1), self.prefix, read, soft[:, row]]))
+            rows.append(torch.cat([embedding[:1].expand(missing, -1), prefix, read, soft[:, row]]))
         directions = self.carriers[0]
 
         def pushed(hidden: Float[Tensor, "row position d_model"]) -> Tensor:
             delta = (pushes.mT.to(hidden)[..., None] * directions).to(hidden)
             changed = torch.cat([hidden[:, : -len(u)], hidden[:, -len(u) :] + delta], dim=1)
-            return changed if self.push is None else changed + self.push
+            return changed if self.push is None else changed + self.push.to(hidden)
 
         keep = {name: len(u) + 1 for name in model.last_position_only}
         with hooks.replace(model.module, self.cell.site, pushed):
@@ -189,26 +190,21 @@ class StoryLearner(Learner):
         return (outputs[0] - outputs[1])[None].to(self.model.device)
 
     @torch.no_grad()
-    def test(self, *, sigma: float = 0.02, **ignored: Any) -> LoopTest:
-        """Held-out stories in the real loop: a pulse of either sign at steps 2 to 4, then nothing. kept: share of later
-        steps at which the split has its sign; text agreement: with the unsteered model's text."""
-        now = self._as_is()
-        stories = self.held_out
-        n, steps = len(stories.prompts), stories.n_steps
+    def _tested(self, cell: HiddenCell, seed: int) -> LoopTest:
+        """The stories in the real loop, under noise of no batch: a pulse of either sign at steps 2 to 4, then nothing.
+        kept: share of later steps at which the split has its sign; text agreement: with the unsteered model's text;
+        margin, level: means."""
+        stories, n, steps = self.stories, len(self.stories.prompts), self.stories.n_steps
         prompt, sign = torch.arange(n).repeat(2), torch.tensor([1.0, -1.0]).repeat_interleave(n)
         strength = torch.zeros(steps, 2 * n)
         strength[1:4] = 1.5 * self.objective.threshold * sign
         told = run(
-            self.model, now, stories, prompt, strength, self.carriers[0], mix=self.mix, sigma=sigma, seed=self.seed + 1
+            self.model, cell, stories, prompt, strength, self.carriers[0], mix=self.mix, seed=seed, **self.testing
         )
         u, same, margin = observed(self.model, self.pair, told, stories.cover[:, prompt])
-        right = (u[4:] * sign) > 0
-        return LoopTest(
-            right.double().mean().item(),
-            same.double().mean().item(),
-            margin.mean().item(),
-            (u[4:] * sign).mean().item(),
-        )
+        towards = u[4:] * sign
+        values = ((towards > 0).double(), same.double(), margin, towards)
+        return LoopTest(*(value.mean().item() for value in values))
 
 
 def observed(

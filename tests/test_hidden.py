@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 
 import run
 from experiments import learned_carriers
-from feedback import carriers, covert, hidden, hooks, loop, maps, models, programs, results
+from feedback import carriers, covert, hidden, hooks, loop, maps, models, programs, results, story
 from feedback.cache import Context
 from feedback.hidden import HiddenCell, LoopTest, Words
 from feedback.learning import Learner, Objective
@@ -142,18 +142,19 @@ def test_loop_tests_are_ranked_by_what_they_kept_before_how_safely():
 # ---------------------------------------------------------------------------------------------------- learning
 
 
-def learner(model, kind="prefix", steps=8, seed=0, **objective):
+def learner(model, kind="prefix", steps=8, seed=0, objective=None, **options):
     made = cell(model, pairs=(("a", "b"), ("d", "e")), push=kind != "prefix")
-    return Learner(model, made, Objective(**objective), kind=kind, steps=steps, batch=6, rate=0.02, seed=seed)
+    options = {"batch": 6, "rate": 0.02, "test_every": 4, "testing": {"rows": 4, "steps": 4}} | options
+    return Learner(model, made, objective or Objective(), kind=kind, steps=steps, seed=seed, **options)
 
 
 @pytest.mark.parametrize("kind", ["prefix", "push", "both"])
 def test_learning_lowers_the_loss_changes_what_it_may_and_no_weight(tiny, kind):
     model = tiny("llama")
     before = models.checksum(model.module)
-    own = learner(model, kind, steps=40)
+    own = learner(model, kind, steps=40, test_every=20)
     start = own.prefix.detach().clone()
-    losses = [point.loss for point in own.steps(test_every=20, rows=4, steps=4)]
+    losses = [row["loss"] for row in own.steps()]
     assert sum(losses[-5:]) < (0.95 if kind == "push" else 0.8) * sum(losses[:5])
     assert torch.equal(own.prefix, start) == (kind == "push")
     assert (own.push is None) == (kind == "prefix")
@@ -167,7 +168,7 @@ def test_learning_lowers_the_loss_changes_what_it_may_and_no_weight(tiny, kind):
 def test_learning_is_the_same_for_a_seed_and_another_for_another(tiny):
     model = tiny("llama")
     a, b, c = (learner(model, seed=seed) for seed in (0, 0, 1))
-    losses = [[point.loss for point in own.steps(rows=4, steps=4)] for own in (a, b, c)]
+    losses = [[row["loss"] for row in own.steps()] for own in (a, b, c)]
     assert losses[0] == losses[1] != losses[2]
     assert torch.equal(a.prefix, b.prefix)
 
@@ -176,25 +177,77 @@ def test_learning_is_the_same_for_a_seed_and_another_for_another(tiny):
 def test_a_learner_that_was_stopped_goes_on_exactly(tiny, tmp_path, kind):
     model = tiny("llama")
     whole, first, second = (learner(model, kind, steps=13) for _ in range(3))
-    testing = {"test_every": 4, "rows": 4, "steps": 4}
-    losses = [point.loss for point in whole.steps(**testing)]
-    for point in first.steps(**testing):
-        if point.step == 7:
+    table = list(whole.steps())
+    for row in first.steps():
+        if row["step"] == 7:
             first.save(tmp_path / "learner.safetensors")
             break
     second.restore(tmp_path / "learner.safetensors")
-    assert [point.loss for point in second.steps(**testing)] == losses[7:]
+    assert list(second.steps()) == table[7:]
+    assert second.table == whole.table == table
     assert torch.equal(second.prefix, whole.prefix)
     assert second.best[1] == whole.best[1] and torch.equal(second.best[2].prefix, whole.best[2].prefix)
-    with pytest.raises(ValueError, match="was left by a learner"):
-        learner(model, kind, steps=14).restore(tmp_path / "learner.safetensors")
+    assert second.confirm() == whole.confirm()
+
+
+def test_patience_counts_the_tests_from_before_a_stop(tiny, tmp_path, monkeypatch):
+    """Every loop test works and none is better than the first: the third one behind it ends the learning."""
+    monkeypatch.setattr(Learner, "test", lambda self: LoopTest(1.0, 1.0, 0.5 - self.step / 1000, 0.8))
+    model = tiny("llama")
+    whole, first, second = (learner(model, steps=40, patience=3) for _ in range(3))
+    assert [row["step"] for row in whole.steps()][-1] == 16
+    for row in first.steps():
+        if row["step"] == 12:
+            first.save(tmp_path / "learner.safetensors")
+            break
+    second.restore(tmp_path / "learner.safetensors")
+    assert [row["step"] for row in second.steps()] == [13, 14, 15, 16]
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"steps": 14}, "steps: 13 there, 14 here"),
+        ({"rate": 0.5}, "rate: 0.02 there, 0.5 here"),
+        ({"patience": 9}, "patience"),
+        ({"testing": {"rows": 4, "steps": 5}}, r"testing\.steps: 4 there, 5 here"),
+        ({"objective": Objective(level=0.5)}, r"objective\.level: 0\.85 there, 0\.5 here"),
+    ],
+)
+def test_a_learner_does_not_go_on_from_one_of_other_settings(tiny, tmp_path, other, named):
+    model = tiny("llama")
+    first = learner(model, steps=13)
+    next(first.steps())
+    first.save(tmp_path / "learner.safetensors")
+    with pytest.raises(ValueError, match=f"was left by a learner with other settings: {named}"):
+        learner(model, **{"steps": 13} | other).restore(tmp_path / "learner.safetensors")
+    made = replace(cell(model, pairs=(("a", "b"), ("d", "e"))), cover_mass=0.5)
+    with pytest.raises(ValueError, match=r"cell\.cover_mass: 0\.6 there, 0\.5 here"):
+        Learner(model, made, Objective(), **{k: first.settings[k] for k in ("steps", "batch", "rate", "test_every")},
+                testing=first.testing).restore(tmp_path / "learner.safetensors")  # fmt: skip
+    with pytest.raises(ValueError, match="holds no learner's state"):
+        learner(model).restore(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("kind", ["prefix", "both"])
+def test_cells_are_learned_on_a_model_in_bfloat16_close_to_float32(kind):
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        model = models.load(models.ModelSpec(kind="tiny", family="llama", dtype=dtype))
+        found.append([row["loss"] for row in learner(model, kind, steps=4).steps()])
+        own = StoryLearner(
+            model, cell(model, push=kind == "both"), Objective(), kind=kind, stories=stories(model), batch=3, steps=1
+        )
+        found[-1].append(own._outputs(torch.arange(3), torch.zeros(5, 3), torch.ones(5, 3)).mean().item())
+        next(own.steps())
+    assert found[1] == pytest.approx(found[0], rel=0.05)
 
 
 def test_the_gradient_of_the_loss_with_respect_to_the_prefix_is_that_of_finite_differences(tiny):
     model = tiny("llama")
 
     def loss(shift, direction):
-        own = learner(model, steps=1, pushed=0.0)  # pushes and later targets are detached
+        own = learner(model, steps=1, objective=Objective(pushed=0.0))  # pushes and later targets are detached
         own.prefix.data += shift * direction
         own._improve = lambda value: (value.backward(), value.item())[1]
         return own._descend(), own.prefix.grad
@@ -238,31 +291,58 @@ def test_stories_are_the_models_own_greedy_text(tiny):
             tokens.append(token)
 
 
-def test_all_positions_at_once_are_what_each_row_alone_gives(tiny):
-    """Ragged prompts, pushes at some steps: the padded batch against every row by itself."""
-    model = tiny("llama")
+@pytest.mark.parametrize(("family", "push"), [("llama", False), ("gpt2", True)])
+def test_all_positions_at_once_are_what_the_loop_gives_step_by_step(tiny, monkeypatch, family, push):
+    """Ragged prompts, a pulse at some steps: the padded batch of learning against the loop that is fed the same soft
+    tokens."""
+    model = tiny(family)
     told = stories(model)
-    own = StoryLearner(model, cell(model), Objective(sigma=0.0), stories=told, held_out=told, batch=3, steps=2)
+    made = cell(model, push=push)
+    if push:
+        made = replace(made, push=0.3 * torch.randn(model.d_model, generator=torch.Generator().manual_seed(2)))
+    kind = "both" if push else "prefix"
+    own = StoryLearner(model, made, Objective(sigma=0.0), kind=kind, stories=told, batch=3, steps=2, mix=0.7)
     own.carriers = torch.randn(1, model.d_model, generator=torch.Generator().manual_seed(0))
     u = torch.rand(5, 3, generator=torch.Generator().manual_seed(1)) * 2 - 1
     pushes = torch.zeros(5, 3)
     pushes[1:3] = torch.tensor([1.0, -2.0, 0.0])
     together = own._outputs(torch.arange(3), u, pushes)
-    for row in range(3):
-        alone = own._outputs(torch.tensor([row]), u[:, row : row + 1], pushes[:, row : row + 1])
-        torch.testing.assert_close(together[:, row], alone[:, 0], atol=1e-5, rtol=0)
+
+    a, b = model.embedding[list(own.pair)]
+    course = []
+    for step, split in enumerate(u):
+        text, half = model.embedding[told.cover[step]], 0.2 * split[:, None]
+        course.append(0.3 * text + 0.7 * (0.6 * text + (0.2 + half) * a + (0.2 - half) * b))
+    plain = maps.expected_embedding()
+    dictated = maps.NamedMap("dictated", lambda turn: (course.pop(0), plain.function(turn, 1.0)[1]))
+    monkeypatch.setattr(maps, "expected_embedding", lambda: dictated)
+    looped = story.run(model, made, told, torch.arange(3), pushes, own.carriers[0])
+    log_p = unembed(model.module, looped.hidden).log_softmax(-1)
+    words = torch.stack([told.cover[1:], *(torch.full_like(told.cover[1:], word) for word in own.pair)], dim=-1)
+    torch.testing.assert_close(together[1:], log_p.gather(-1, words), atol=1e-5, rtol=0)
+    assert not course
     unpushed = own._outputs(torch.arange(3), u, 0 * pushes)
-    assert torch.equal(unpushed[:2], together[:2]) or torch.allclose(unpushed[:2], together[:2], atol=1e-6)
+    torch.testing.assert_close(unpushed[:2], together[:2], atol=1e-6, rtol=0)
     assert (unpushed[2, :2] - together[2, :2]).abs().min() > 1e-5
 
 
-def test_a_story_cell_is_learned_with_a_lower_loss(tiny):
+def test_a_story_cell_is_learned_with_a_lower_loss_and_goes_on_with_its_stories_only(tiny, tmp_path):
     model = tiny("llama")
-    told = stories(model)
-    own = StoryLearner(model, cell(model), Objective(), stories=told, held_out=told, batch=6, steps=25, rate=0.02)
-    losses = [point.loss for point in own.steps(test_every=25)]
+
+    def made(texts=("abc ab", "ca", "bcab c"), **options):
+        options = {"batch": 6, "steps": 25, "rate": 0.02, "test_every": 25, "stories": stories(model, texts)} | options
+        return StoryLearner(model, cell(model), Objective(), **options)
+
+    own = made()
+    losses = [row["loss"] for row in own.steps()]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    assert 0 <= own.best[1].text_agreement <= 1
+    own.save(tmp_path / "learner.safetensors")
+    again = made()
+    again.restore(tmp_path / "learner.safetensors")
+    assert again.step == 25 and again.confirm() == own.confirm()
+    for other in (made(mix=0.9), made(("abc ab", "ca", "bcab d"))):
+        with pytest.raises(ValueError, match=r"other settings: (mix|prompts|cover)"):
+            other.restore(tmp_path / "learner.safetensors")
 
 
 # ---------------------------------------------------------------------------------- carriers against detection
@@ -330,9 +410,15 @@ LEARN = [
 def test_learn_cell_leaves_its_cell_its_state_and_says_that_it_does_not_work(tmp_path):
     record = run.main(configured("learn_cell", *LEARN), tmp_path / "a", None)
     s = record["summary"]
-    assert s["works"] is False and s["why_not"] and s["steps"] == 6 and s["untrained"]["kept"] <= 1
+    assert s["works"] is False and s["why_not"] and s["steps"] == 6
     made = HiddenCell.load(tmp_path / "a" / "cell.safetensors")
-    assert made.provenance["loop_test"]["margin"] == s["margin"] and made.provenance["prompt"] == "ab c"
+    assert made.provenance["loop_test"] == s["loop_test"] and made.provenance["prompt"] == "ab c"
+    model = models.load(models.ModelSpec(kind="tiny"))
+    sizes = {"rows": 4, "steps": 4}
+    assert made.on(model).loop_test(seed=1, **sizes).plain() == s["loop_test"]
+    assert made.on(model).loop_test(seed=2, **sizes).plain() == s["confirmed"] != s["loop_test"]
+    untrained = hidden.from_prompt(model, "ab c", "c", [("a", "b")], Site(1), 0.65).on(model)
+    assert untrained.loop_test(seed=1, **sizes).plain() == s["untrained"]
     assert (tmp_path / "a" / "figures" / "learning.png").stat().st_size > 5_000
     table = results.read_table(tmp_path / "a" / "table.csv")
     assert [row["step"] for row in table] == [*range(1, 7)]
@@ -340,7 +426,7 @@ def test_learn_cell_leaves_its_cell_its_state_and_says_that_it_does_not_work(tmp
     assert again["summary"]["loop_test"] == s["loop_test"]
 
 
-def test_an_interrupt_keeps_the_best_cell_and_says_how_to_go_on(tmp_path, monkeypatch):
+def test_an_interrupted_run_leaves_the_best_cell_and_goes_on_to_the_same_end(tmp_path, monkeypatch):
     descend, count = Learner._descend, iter(range(100))
 
     def interrupted(self):
@@ -349,14 +435,15 @@ def test_an_interrupt_keeps_the_best_cell_and_says_how_to_go_on(tmp_path, monkey
         return descend(self)
 
     monkeypatch.setattr(Learner, "_descend", interrupted)
-    with pytest.raises(RuntimeError, match=r"stopped at step 4; the best cell so far is .*resume="):
+    with pytest.raises(KeyboardInterrupt):
         run.main(configured("learn_cell", *LEARN), tmp_path, None)
     assert HiddenCell.load(tmp_path / "cell.safetensors").provenance["step"] == 3
     monkeypatch.setattr(Learner, "_descend", descend)
     record = run.main(configured("learn_cell", *LEARN), tmp_path, None)
     assert record["summary"]["resumed_at_step"] == 3
     straight = run.main(configured("learn_cell", *LEARN), tmp_path / "straight", None)
-    assert record["summary"]["loop_test"] == straight["summary"]["loop_test"]
+    assert {**record["summary"], "resumed_at_step": 0} == straight["summary"]
+    assert results.read_table(tmp_path / "table.csv") == results.read_table(tmp_path / "straight" / "table.csv")
 
 
 def test_learned_carriers_measures_every_kind_at_every_strength(tmp_path):
@@ -414,6 +501,19 @@ def test_leaks_are_those_of_the_rows_that_are_read_and_held_out_messages_are_no_
         ("learn_cell", "learn.cover_mass=0.99", "a mass from 0.2 to 0.9"),
         ("learn_cell", "learn.level=1.5", r"level in \(0, 1\)"),
         ("learn_cell", "learn.pairs=[[a]]", "expected text, and pairs"),
+        ("learn_cell", "learn.rate=-1", "positive rates"),
+        ("learn_cell", "learn.cover=''", "experiment=hidden_story learns a cell under ordinary text"),
+        ("learn_cell", "context=full", "expected context=prompt"),
+        ("learn_cell", "map.temperature=2", "at temperature 1"),
+        ("learn_cell", "map=top_k", "the expected embedding"),
+        ("learn_cell", "site.block=middle", "a cell is learned for one block"),
+        ("learn_cell", "learn.test_rows=1", "a row for each of the 2 words"),
+        ("hidden_latch", "cell=register_2", "holds 2 bits: experiment=register"),
+        ("hidden_latch", "cell=story", "was learned under ordinary text: experiment=hidden_story"),
+        ("register", "cell=story", "was learned under ordinary text: experiment=hidden_story"),
+        ("register", "register.settle_steps=0", "settle_steps=0"),
+        ("hidden_logic", "cell.file=hidden.safetensors", "measured behind a prompt.*cell=hidden sets"),
+        ("circuit", "cell.file=hidden.safetensors", "measured behind a prompt.*cell=hidden sets"),
         ("hidden_latch", "cell.file=nowhere.safetensors", r"cell\.file=nowhere\.safetensors: no such file.*hidden"),
         ("hidden_latch", "hidden_latch.rows=6", "rows in fours"),
         ("hidden_latch", "hidden_latch.period=5", "more than pulse_steps=5"),
@@ -442,12 +542,26 @@ def test_settings_that_cannot_work_are_refused_before_the_model_is_loaded(
         run.main(configured(experiment, override, *extra), tmp_path, None)
 
 
-def test_a_cell_of_several_bits_is_for_the_register(tmp_path, tiny):
+def test_a_cell_with_a_push_is_pushed_where_it_was_learned(tmp_path, tiny, monkeypatch):
+    model = models.load(models.ModelSpec(kind="tiny"))
+    pushed = replace(cell(model, push=True), push=torch.ones(model.d_model))
+    pushed.save(tmp_path / "pushed.safetensors")
+    plain, where = cell(model), [f"cell.file={tmp_path / 'pushed.safetensors'}", "site.block=2"]
+    assert plain.on(model, Site(2)).site == Site(2)
+    with pytest.raises(ValueError, match="a push of its own, learned at block 1"):
+        pushed.on(model, Site(2))
+    replace(pushed, cover="").save(tmp_path / "story.safetensors")
+    monkeypatch.setattr(models, "load", lambda spec: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=r"pushed at block 2 \(block\): site\.block=1"):
+        run.main(configured("hidden_latch", *where, "carriers.kind=contrast_rests"), tmp_path, None)
+    with pytest.raises(ValueError, match=r"site\.block=2 .* was learned at block 1"):
+        story_file = f"cell.file={tmp_path / 'story.safetensors'}"
+        run.main(configured("hidden_story", *STORY[:-1], story_file, "site.block=2"), tmp_path, None)
+
+
+def test_a_register_says_where_each_word_of_an_untrained_cell_goes(tmp_path, tiny):
     model = models.load(models.ModelSpec(kind="tiny"))
     cell(model, pairs=(("a", "b"), ("d", "e"))).save(tmp_path / "two.safetensors")
-    with pytest.raises(ValueError, match="holds 2 bits: experiment=register"):
-        run.main(configured("hidden_latch", f"cell.file={tmp_path / 'two.safetensors'}"), tmp_path / "job", None)
-    # untrained, it holds not every word: the register says where each goes
     record = run.main(
         configured("register", f"cell.file={tmp_path / 'two.safetensors'}", "carriers.kind=contrast_rests"),
         tmp_path / "register",
@@ -467,12 +581,15 @@ STORY = ["hidden_story.known=2", "hidden_story.unseen=1", "hidden_story.rows=2",
 def test_hidden_story_measures_every_arm_on_known_and_unseen_prompts_and_its_cell_again(tmp_path):
     record = run.main(configured("hidden_story", *STORY), tmp_path / "a", None)
     arms = {"loop", "cache", "random_v", "unpushed", "unpushed_cache"}
-    assert record["summary"].keys() == {"known", "unseen"} and record["summary"]["known"].keys() == arms
+    assert record["summary"].keys() == {"known", "unseen", "learned"} and record["summary"]["known"].keys() == arms
     table = results.read_table(tmp_path / "a" / "table.csv")
     assert len(table) == 2 * 5 * 6
     assert all(row["ber_low"] <= row["ber"] <= row["ber_high"] for row in table)
-    # nothing is pushed before the pulse, and the unpushed run never differs from itself
-    assert all(row["ber"] == 0.5 for row in table if row["arm"].startswith("unpushed") or row["step"] == 1)
+    # before the pulse a row is its twin; the unpushed arms have noise of their own and differ from theirs
+    unpushed = [row for row in table if row["arm"].startswith("unpushed")]
+    assert all(row["ber"] == 0.5 for row in table if row["step"] == 1 and row not in unpushed)
+    assert len({row["ber"] for row in unpushed}) > 1
+    assert record["summary"]["learned"].keys() == {"best_step", "loop_test", "confirmed"}
     made = HiddenCell.load(tmp_path / "a" / "cell.safetensors")
     assert made.cover == "" and made.push is not None
     again = run.main(
@@ -486,7 +603,12 @@ def test_hidden_story_measures_every_arm_on_known_and_unseen_prompts_and_its_cel
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("hidden_story.known=3", "fewer known than the 3 prompts"),
+        ("hidden_story.known=3", "no more known and unseen than the 3 prompts"),
+        ("hidden_story.unseen=0", "expected at least 1 of each"),
+        ("hidden_story.start=0", "expected at least 1 of each"),
+        ("context=prompt", "context=prompt, learn.unroll=1: expected full, and 1"),
+        ("learn.unroll=2", "learn.unroll=2: expected full, and 1"),
+        ("map.temperature=0.5", "at temperature 1"),
         ("hidden_story.mix=0", "a mix above 0"),
         ("steps=4", "steps behind the pulse's end"),
         ("learn.pairs=[[a,b],[c,d]]", "expected one pair"),

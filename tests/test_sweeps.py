@@ -316,6 +316,41 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+LEARN = [
+    "experiment=learn_cell", "model=tiny", "site.block=1", "tracking=disabled", "quiet=true", "learn.prompt='ab c'",
+    "learn.cover=c", "learn.pairs=[[a,b]]", "learn.test_every=5", "learn.test_rows=4", "learn.test_steps=4",
+    "learn.batch=4", "learn.steps=1000",
+]  # fmt: skip
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("sweeping", [False, True])
+def test_ctrl_c_ends_a_learner_and_its_sweep_and_the_hint_goes_on_from_there(sweeping, tmp_path):
+    where = tmp_path / "s"
+    own = ["-m", "seed=0,1", f"hydra.sweep.dir={where}"] if sweeping else [f"hydra.run.dir={where}"]
+
+    def started(*more):
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "run.py"), *own, *LEARN, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, cwd=tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+
+    first = where / "0" if sweeping else where
+    state, begun = first / "learner.safetensors", 0.0
+    for options in ([], [f"resume={where}"]):
+        process = started(*options)
+        wait_for(state, process)
+        while state.stat().st_mtime == begun and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert f"resume={where}" in err and "Traceback" not in err
+        assert results.read_result(first)["error"].startswith("KeyboardInterrupt")
+        assert (first / "cell.safetensors").is_file() and not (where / "1").exists()
+        begun = state.stat().st_mtime
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("launcher", [["joblib", "hydra.launcher.n_jobs=2"], ["submitit_local"]])
 def test_other_launchers_give_the_summary_of_the_basic_one(launcher, tmp_path):
