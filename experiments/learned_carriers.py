@@ -121,24 +121,31 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         "pinsker": "no monitor of the text tells α from 0 better than guessing by more than sqrt(nats / 2) / 2",
         "audit": {"before": before, "after": audit.plain(audit.snapshot(model.module))},
     }
-    series = {
-        kind: (
-            [row["nats"] for row in curve(table, kind, "messages")],
-            [row["bits_read"] for row in curve(table, kind, "messages")],
-            [row["bits_low"] for row in curve(table, kind, "messages")],
-            [row["bits_high"] for row in curve(table, kind, "messages")],
+    return Result(table=table, summary=summary, figures=draw_figures(table, settings.n_bits, folder), record=record)
+
+
+def draw_figures(table: list[dict[str, Any]], n_bits: int, folder: Path) -> dict[str, Path]:
+    """Bits read against nats leaked in each split."""
+    drawn = {}
+    for split, name, told in zip(
+        SPLITS, ("bits_against_nats", "bits_against_nats_unseen"), ("held-out messages", "unseen prompts"), strict=True
+    ):
+        series = {}
+        for kind in dict.fromkeys(row["carriers"] for row in table):
+            points = [
+                (row["nats"], row["bits_read"], row["bits_low"], row["bits_high"]) for row in curve(table, kind, split)
+            ]
+            nats, read, low, high = zip(*points, strict=True)
+            series[kind] = (nats, read, low, high)
+        drawn[name] = figures.lines(
+            series,
+            folder / "figures" / f"{name}.png",
+            xlabel="Σ KL(p_α ‖ p_0), nats a row",
+            ylabel=f"bits read of {n_bits}",
+            title=f"Bits read against nats leaked, {told}",
+            log_x=True,
         )
-        for kind in kinds
-    }
-    drawn = figures.lines(
-        series,
-        folder / "figures" / "bits_against_nats.png",
-        xlabel="Σ KL(p_α ‖ p_0), nats a row",
-        ylabel=f"bits read of {settings.n_bits}",
-        title="Bits read against nats leaked, held-out messages",
-        log_x=True,
-    )
-    return Result(table=table, summary=summary, figures={"bits_against_nats": drawn}, record=record)
+    return drawn
 
 
 def channel(config: Config, model: LanguageModel, texts: Sequence[str]) -> Channel:

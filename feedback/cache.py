@@ -118,7 +118,9 @@ class LoopCache(Cache):
             keys, values = read.keys, read.values
             assert keys is not None and values is not None
             here = rows.to(keys.device)  # blocks may be on several devices
-            layers.append(_Layer(keys[here], values[here], self.n_slots, self._slot, functional))
+            # not keys[here]: the gradient of that is summed in any order by several threads
+            own = (keys.index_select(0, here), values.index_select(0, here))
+            layers.append(_Layer(*own, self.n_slots, self._slot, functional))
         super().__init__(layers=layers)
 
     def begin(self, step: int) -> int:

@@ -276,7 +276,8 @@ class LoopTest:
 
     kept: share of rows that kept their word at every step that counts. text_agreement: share of all steps whose token
     is the cover's. margin: the cover's probability less the likeliest other's, in the worst step. level: u towards the
-    bit, in the worst step of the worst bit. Compared by kept + text_agreement, then by margin + level/10.
+    bit, in the worst step of the worst bit. (Of a cell under ordinary text all four are means over steps.) Compared by
+    kept + text_agreement, then by margin + level/10.
     """
 
     NAMES: ClassVar = ("kept", "text_agreement", "margin", "level")

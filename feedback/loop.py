@@ -270,7 +270,7 @@ def _run_chunk(
     cache = LoopCache(read.cache, reads, context, program.n_steps, settings.differentiable)
     mask = _StepMask(model, read, reads, cache.n_slots)
     lengths = read.mask.sum(-1)[reads][:, None]
-    logits, hidden = read.logits[reads], read.hidden[reads]
+    logits, hidden = read.logits.index_select(0, reads), read.hidden.index_select(0, reads)
     out: dict[str, list[Tensor]] = defaultdict(list)
     receipts: list[Receipt] = []
 

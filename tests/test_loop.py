@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from feedback import loop, maps, programs, pushing
+from feedback import loop, maps, models, programs, pushing
 from feedback.cache import Context
 from feedback.pushing import ReceiptError
 from feedback.sites import Site, blocks, unembed
@@ -377,6 +377,30 @@ def test_the_gradient_through_a_differentiable_loop_agrees_with_finite_differenc
     with torch.no_grad():
         slope = (readout(v + epsilon * direction) - readout(v - epsilon * direction)) / (2 * epsilon)
     torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-5, atol=1e-8)
+
+
+def test_the_gradient_is_the_same_to_the_last_bit_with_several_threads():
+    """Of one prompt that many rows read: the sum over the rows has one order."""
+    model = models.load(models.ModelSpec(kind="tiny", d_model=128))
+    prompt = torch.randn(64, model.d_model, generator=torch.Generator().manual_seed(0))
+
+    def gradient():
+        read = prompt.clone().requires_grad_()
+        nothing = programs.constant(carriers(model, 1), 0.0, steps=1, rows=96)
+        reads = torch.zeros(96, dtype=torch.long)
+        settings = {"feedback_map": maps.expected_embedding(), "site": Site(1), "context": Context("prompt")}
+        told = loop.run(model, [read], nothing, row_prompt=reads, differentiable=True, max_rows=96, **settings)
+        (told.hidden * torch.linspace(-1, 1, told.hidden.numel()).view_as(told.hidden)).sum().backward()
+        return read.grad
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = gradient()
+        assert first.abs().max() > 0
+        assert all(torch.equal(gradient(), first) for _ in range(10))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_differentiable_loop_computes_what_the_plain_one_does(tiny):
