@@ -192,17 +192,25 @@ def alone(where: Path, resume: str | None) -> Iterator[None]:
 
 def set_threads(given: int | None, launcher: DictConfig) -> None:
     """PyTorch's threads in this process: as given, or what the launcher reserves for a job, or a job's share of the
-    cores. One where jobs run at once and nothing is known of how many; with the basic launcher as they are."""
+    cores. One where jobs run at once and nothing is known of how many; with the basic launcher all, whatever the job
+    before had."""
     import torch
 
+    everything = _threads_at_first()
     if given is None and kind(launcher) == "JoblibLauncher":
         cores = len(os.sched_getaffinity(0))
         given = max(1, cores // launcher.n_jobs) if launcher.n_jobs > 0 else 1
     elif given is None and kind(launcher) != "BasicLauncher":
         reserved = (OmegaConf.select(launcher, name) for name in ("cpus_per_task", "ray.remote.num_cpus"))
         given = int(next((number for number in reserved if number), 1))
-    if given is not None:
-        torch.set_num_threads(given)
+    torch.set_num_threads(everything if given is None else given)
+
+
+@functools.cache  # before the first job of the process
+def _threads_at_first() -> int:
+    import torch
+
+    return torch.get_num_threads()
 
 
 @contextlib.contextmanager

@@ -167,7 +167,21 @@ def test_a_job_gets_the_threads_that_its_launcher_leaves_it(launcher, given, thr
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr("torch.set_num_threads", told.append)
     sweeps.set_threads(given, OmegaConf.create(launcher))
-    assert told == ([] if threads is None else [threads])
+    assert told == [threads or torch.get_num_threads()]
+
+
+def test_a_job_does_not_inherit_the_threads_of_the_job_before():
+    basic = OmegaConf.create({"_target_": "x.BasicLauncher"})
+    before = torch.get_num_threads()
+    try:
+        sweeps.set_threads(None, basic)
+        first = torch.get_num_threads()
+        sweeps.set_threads(first + 1, basic)
+        assert torch.get_num_threads() == first + 1
+        sweeps.set_threads(None, basic)
+        assert torch.get_num_threads() == first
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_objective_is_a_number_of_the_summary_by_its_dotted_name(capsys):
