@@ -76,7 +76,7 @@ def run(config: Config, model: LanguageModel, tracker: Tracker, folder: Path) ->
         learner.descend(folder, tracker.log, quiet=config.quiet)
         assert learner.best is not None
         number, tested, cell = learner.best
-        learned = {"best_step": number, "loop_test": tested.plain(), "confirmed": learner.confirm().plain()}
+        learned = {"best_step": number, "loop_test": tested.plain()}
         cell.save(folder / CELL)
         tracker.artifact("cell", "cell", folder / CELL, learned)
     else:

@@ -179,15 +179,7 @@ class Learner:
 
     def test(self) -> LoopTest:
         """The loop test of what is learned so far; its starts and noise are no rows of any batch."""
-        return self._tested(self._as_is(), self.seed + 1)
-
-    def confirm(self) -> LoopTest:
-        """The best cell's loop test, from starts and under noise that it was not chosen by."""
-        assert self.best is not None
-        return self._tested(self.best[2], self.seed + 2)
-
-    def _tested(self, cell: HiddenCell, seed: int) -> LoopTest:
-        return cell.on(self.model).loop_test(seed=seed, **self.testing)
+        return self._as_is().on(self.model).loop_test(seed=self.seed + 1, **self.testing)
 
     def _as_is(self) -> HiddenCell:
         return hidden.with_values(self.cell, self.prefix, self.push, {})

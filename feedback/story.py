@@ -190,7 +190,7 @@ class StoryLearner(Learner):
         return (outputs[0] - outputs[1])[None].to(self.model.device)
 
     @torch.no_grad()
-    def _tested(self, cell: HiddenCell, seed: int) -> LoopTest:
+    def test(self) -> LoopTest:
         """The stories in the real loop, under noise of no batch: a pulse of either sign at steps 2 to 4, then nothing.
         kept: share of later steps at which the split has its sign; text agreement: with the unsteered model's text;
         margin, level: means."""
@@ -198,9 +198,8 @@ class StoryLearner(Learner):
         prompt, sign = torch.arange(n).repeat(2), torch.tensor([1.0, -1.0]).repeat_interleave(n)
         strength = torch.zeros(steps, 2 * n)
         strength[1:4] = 1.5 * self.objective.threshold * sign
-        told = run(
-            self.model, cell, stories, prompt, strength, self.carriers[0], mix=self.mix, seed=seed, **self.testing
-        )
+        options = {"mix": self.mix, "seed": self.seed + 1, **self.testing}
+        told = run(self.model, self._as_is(), stories, prompt, strength, self.carriers[0], **options)
         u, same, margin = observed(self.model, self.pair, told, stories.cover[:, prompt])
         towards = u[4:] * sign
         values = ((towards > 0).double(), same.double(), margin, towards)

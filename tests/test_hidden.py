@@ -187,7 +187,7 @@ def test_a_learner_that_was_stopped_goes_on_exactly(tiny, tmp_path, kind):
     assert second.table == whole.table == table
     assert torch.equal(second.prefix, whole.prefix)
     assert second.best[1] == whole.best[1] and torch.equal(second.best[2].prefix, whole.best[2].prefix)
-    assert second.confirm() == whole.confirm()
+    assert second.test() == whole.test()
 
 
 def test_patience_counts_the_tests_from_before_a_stop(tiny, tmp_path, monkeypatch):
@@ -339,7 +339,7 @@ def test_a_story_cell_is_learned_with_a_lower_loss_and_goes_on_with_its_stories_
     own.save(tmp_path / "learner.safetensors")
     again = made()
     again.restore(tmp_path / "learner.safetensors")
-    assert again.step == 25 and again.confirm() == own.confirm()
+    assert again.step == 25 and again.test() == own.test()
     for other in (made(mix=0.9), made(("abc ab", "ca", "bcab d"))):
         with pytest.raises(ValueError, match=r"other settings: (mix|prompts|cover)"):
             other.restore(tmp_path / "learner.safetensors")
@@ -589,7 +589,7 @@ def test_hidden_story_measures_every_arm_on_known_and_unseen_prompts_and_its_cel
     unpushed = [row for row in table if row["arm"].startswith("unpushed")]
     assert all(row["ber"] == 0.5 for row in table if row["step"] == 1 and row not in unpushed)
     assert len({row["ber"] for row in unpushed}) > 1
-    assert record["summary"]["learned"].keys() == {"best_step", "loop_test", "confirmed"}
+    assert record["summary"]["learned"].keys() == {"best_step", "loop_test"}
     made = HiddenCell.load(tmp_path / "a" / "cell.safetensors")
     assert made.cover == "" and made.push is not None
     again = run.main(
