@@ -302,8 +302,8 @@ LEARN = [
     *("learn.test_rows=4", "learn.test_steps=4", "learn.batch=4", "site.block=1", "model=tiny"),
 ]
 COVERT = [
-    *("covert.n_bits=2", "covert.learn_steps=2", "covert.rows=4", "covert.fit_messages=4", "covert.test_messages=4"),
-    *("covert.pairs=[[a,b],[c,d]]", "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]"),
+    *("covert.n_bits=3", "covert.learn_steps=2", "covert.rows=4", "covert.fit_messages=6", "covert.test_messages=2"),
+    *("covert.pairs=[[a,b],[c,d],[e,f]]", "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]"),
     *("model=tiny", "steps=4", "hidden_bits.read_behind=[1]", "site.block=1"),
 ]
 STORY = [
