@@ -42,6 +42,14 @@ def smollm2() -> LanguageModel:
     return load(ModelSpec())
 
 
+# experiment=learned_carriers on a tiny model, in seconds: of eight messages six to fit on, one pair to ask about
+COVERT = [
+    "covert.n_bits=3", "covert.learn_steps=3", "covert.rows=4", "covert.fit_messages=6", "steps=4",
+    "covert.test_messages=2", "covert.pairs=[[a,b],[c,d],[e,f]]", "hidden_bits.read_behind=[1]",
+    "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]",
+]  # fmt: skip
+
+
 def composed(*overrides: str) -> Config:
     """The settings of a command, as its experiment gets them."""
     import run  # noqa: F401 (registers the schema)

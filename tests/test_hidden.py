@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import composed
+from conftest import COVERT, composed
 from torch.nn.functional import one_hot
 
 import run
@@ -459,13 +459,6 @@ def test_learned_carriers_measures_every_kind_at_every_strength(tmp_path):
     assert record["summary"]["messages"].keys() == record["summary"]["prompts"].keys()
     model = models.load(models.ModelSpec(kind="tiny"))
     assert carriers.from_file(tmp_path / "carriers.safetensors", model, Site(1)).n_carriers == 3
-
-
-COVERT = [
-    "covert.n_bits=3", "covert.learn_steps=3", "covert.rows=4", "covert.fit_messages=6", "steps=4",
-    "covert.test_messages=2", "covert.pairs=[[a,b],[c,d],[e,f]]", "hidden_bits.read_behind=[1]",
-    "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]",
-]  # fmt: skip
 
 
 def test_leaks_are_those_of_the_rows_that_are_read_and_held_out_messages_are_no_fitted_ones(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import wandb_stub
 import yaml
-from conftest import composed
+from conftest import COVERT, composed
 from wandb_stub import KEY, Server, Uploaded
 
 import run
@@ -301,11 +301,6 @@ LEARN = [
     *("learn.prompt='ab c'", "learn.cover=c", "learn.pairs=[[a,b]]", "learn.steps=2", "learn.test_every=1"),
     *("learn.test_rows=4", "learn.test_steps=4", "learn.batch=4", "site.block=1", "model=tiny"),
 ]
-COVERT = [
-    *("covert.n_bits=3", "covert.learn_steps=2", "covert.rows=4", "covert.fit_messages=6", "covert.test_messages=2"),
-    *("covert.pairs=[[a,b],[c,d],[e,f]]", "prompts.texts=['abc a','bca','ca b']", "prompts.unseen=1", "alpha=[1,4]"),
-    *("model=tiny", "steps=4", "hidden_bits.read_behind=[1]", "site.block=1"),
-]
 STORY = [
     *("cell.file=null", "learn.cover=''", "hidden_story.known=2", "hidden_story.unseen=1", "hidden_story.rows=2"),
     *("steps=6", "prompts.texts=['abc a','bca','ca b']"),
@@ -317,7 +312,7 @@ RUNS = {
     "circuit": [*GATES, "circuit=half_adder", "logic.trials=2"],
     "learn_cell": LEARN,
     "hidden_story": [*LEARN, *STORY],
-    "learned_carriers": COVERT,
+    "learned_carriers": ["model=tiny", "site.block=1", *COVERT],
     "forward_hook": ["model=tiny", "carriers=random_orthonormal", "alpha=2", "steps=4"],
     "audit": ["model=tiny", "steps=2"],
 }
